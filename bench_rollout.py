@@ -1,13 +1,14 @@
 """
-Times rollouts against mlx_lm on the same work:
+Compares the speed of rollouts by Gwen and by mlx_lm on the same work:
 `uv run bench_rollout.py --batch 8 --groups 8 --prompt-tokens 128`.
 
-mlx_lm runs in three configurations. "mlx_lm" prefills the prompt of every row, with as many rows at
-once as Gwen. "mlx_lm_default" does the same with mlx_lm's default batch sizes. "mlx_lm_shared"
-prefills beginnings that rows share only once, and gives the cache to each of these rows. All three
-read the log-probabilities of the sampled tokens, which training needs and judging does not.
+mlx_lm runs in three configurations. "mlx_lm" prefills the prompt of every row, and decodes as many
+rows at once as Gwen does. "mlx_lm_default" does the same with mlx_lm's default batch sizes.
+"mlx_lm_shared" prefills the common beginning of several prompts only once, and copies the cache to
+each of their rows. In rollouts, but not in judging, all three configurations also return the
+log-probabilities of the sampled tokens, which training needs.
 
-This file does not cover the measurement and the report (bench/rollout.py).
+This file does not cover how the times are measured and reported (bench/rollout.py).
 """
 
 import copy
@@ -19,19 +20,20 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-from bench import rollout
-from bench.rollout import Rival, Timing, Work
+from bench import judging, rollout
+from bench.rollout import Rival, RolloutWork, TimedRollout
 
 
-def run_mlx_lm(
-    work: Work, *, peer: Any, use_default_sizes: bool = False, share_prefixes: bool = False
-) -> Timing:
+def time_mlx_lm_rollout(
+    work: RolloutWork, *, peer: Any, use_default_sizes: bool = False, share_prefixes: bool = False
+) -> TimedRollout:
     """
-    Does the work with mlx_lm's BatchGenerator.
+    Does the work with mlx_lm's BatchGenerator, and times it.
 
-    The generator runs as many rows at once as Gwen, or has its default batch sizes. Its
-    log-probabilities are those at temperature 1, whatever the sampling temperature. They are read
-    once a step for all rows; mlx_lm's `batch_generate` reads them one by one, which costs more.
+    The generator decodes as many rows at once as Gwen, or uses its default batch sizes. The
+    log-probabilities are those at temperature 1, whatever the sampling temperature is. At each
+    step, the log-probabilities are read for all rows at once, because reading them row by row, as
+    mlx_lm's `batch_generate` does, takes longer.
     """
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.sample_utils import make_sampler
@@ -40,10 +42,10 @@ def run_mlx_lm(
     sample = make_sampler(work.temperature)
     mx.random.seed(work.seed)
     begin = time.perf_counter()
-    prompts = work.rows
+    prompts = work.prompt_ids_by_row
     caches = None
     if share_prefixes:
-        prompts = [runs[-1] for runs in work.runs]
+        prompts = [parts[-1] for parts in work.prompt_parts_by_row]
         caches = prefill_prefixes(work, peer)
     prefixes_s = time.perf_counter() - begin
 
@@ -73,36 +75,37 @@ def run_mlx_lm(
     generator.close()
     prefill_s = prefixes_s + stats.prompt_time
     decode_s = time.perf_counter() - begin - prefill_s
-    return Timing(completions, logprobs, prefill_s, decode_s)
+    return TimedRollout(completions, logprobs, prefill_s, decode_s)
 
 
-def prefill_prefixes(work: Work, peer: Any) -> list[Any]:
+def prefill_prefixes(work: RolloutWork, peer: Any) -> list[Any]:
     """
-    For each row, mlx_lm's caches after all runs of ids but the last; None for a row of one run.
+    For each row, returns mlx_lm's caches after all parts of the row's prompt except the last part.
 
-    Rows with equal beginnings share caches, because the generator copies a cache to continue it.
+    The result has None for a row whose prompt has only one part. Rows with the same beginning get
+    the same caches, because the generator copies a cache before extending it.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
     @functools.cache
-    def prefill(*runs: tuple[int, ...]) -> Any:
-        if not runs:
+    def prefill_parts(*id_parts: tuple[int, ...]) -> Any:
+        if not id_parts:
             return None
-        caches = copy.deepcopy(prefill(*runs[:-1])) or make_prompt_cache(peer)
-        peer(mx.array([runs[-1]]), caches)
+        caches = copy.deepcopy(prefill_parts(*id_parts[:-1])) or make_prompt_cache(peer)
+        peer(mx.array([id_parts[-1]]), caches)
         mx.eval([cache.state[:2] for cache in caches])
         return caches
 
     row_caches = []
-    for runs in work.runs:
-        prefix_runs = [tuple(run) for run in runs[:-1] if run]
-        row_caches.append(prefill(*prefix_runs))
+    for parts in work.prompt_parts_by_row:
+        prefix_parts = [tuple(part) for part in parts[:-1] if part]
+        row_caches.append(prefill_parts(*prefix_parts))
     return row_caches
 
 
-def make_rival(peer: Any, directory: Path) -> Rival:
-    """mlx_lm in its three configurations."""
-    run = functools.partial(run_mlx_lm, peer=peer)
+def make_mlx_lm_rival(peer: Any, directory: Path) -> Rival:
+    """Returns mlx_lm in its three configurations."""
+    run = functools.partial(time_mlx_lm_rollout, peer=peer)
     return Rival(
         name="mlx_lm",
         result="Result: ours is {} than mlx_lm on this rollout workload.",
@@ -115,7 +118,13 @@ def make_rival(peer: Any, directory: Path) -> Rival:
 
 
 def main(argv: list[str] | None = None) -> None:
-    rollout.main(argv, "bench_rollout.py", "Time rollouts against mlx_lm's.", make_rival)
+    rollout.main(
+        argv,
+        "bench_rollout.py",
+        "Compare the speed of rollouts by Gwen and by mlx_lm.",
+        make_mlx_lm_rival,
+        judging.benchmark_judging,
+    )
 
 
 if __name__ == "__main__":

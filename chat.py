@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
@@ -26,18 +26,18 @@ import lora
 import sampler
 import tasks
 from config import SETTINGS, TOOLS, Config
-from deploy.training_prompts import shared_opening
+from deploy.training_prompts import shared_opening_and_note
 from disk import ends, model_card, model_choice, run_files
 from evaluation import policy
-from flags import Parser, add_flags, check_least, flag_of, report_mistakes
+from flags import Parser, add_flags, check_minimums, exit_on_mistakes, flag_of
 from kv_cache import KVCache
 from machine import gpu
 from machine.output import guard_output
 from prompts import chat_template
 from prompts.data import check_text
-from prompts.examples import shorten_value, spread_evenly
+from prompts.examples import pick_evenly_spaced, shorten_value
 from settings.checks import check_settings
-from settings.sources import given_settings, load_recipe, load_task_defaults, resolve_settings
+from settings.sources import load_recipe, load_task_defaults, resolve_settings, settings_from_flags
 from text.printable import escape_invisible
 from tools import episodes, tool_workers
 from tools import toolbox as toolbox_module
@@ -70,11 +70,11 @@ class ChatModel:
         self.episodes: episodes.Episodes | None = None  # one row; None without tools
         self.num_turns = 0
         self.cache = KVCache(self.model.config.layer_kinds)
-        self.forward: Callable[..., mx.array] = gwen.make_decode_step(self.model)
+        self.decoder = sampler.Decoder(self.model, self.cache, self.params)
         self.turn: list[int] = []  # the ids of the newest turn
         # A base model's end tokens may differ from its chat template's.
         end_ids = self.model.config.end_ids
-        self.end = ends.end_of_reply_id(self.tokenizer) or end_ids[0]
+        self.end = ends.find_end_of_reply_id(self.tokenizer) or end_ids[0]
         self.ends = {*end_ids, self.end}
         self.frames = TurnCodec(self.tokenizer, sorted(self.ends), thinking=self.thinking)
 
@@ -134,7 +134,6 @@ class ChatModel:
 
         Each token, even an end token, is in the cache when it is yielded.
         """
-        model = self.model
         self.turn = []
         room = self.context - self.cache.length - len(ids)
         if room <= 0:
@@ -142,24 +141,19 @@ class ChatModel:
                 f"the conversation fills the {self.context} tokens that the model can read; "
                 "begin a new one"
             )
-        width = gpu.prefill_tokens()
-        for begin in range(0, len(ids), width):
-            hidden = model.hidden(mx.array([ids[begin : begin + width]]), self.cache)[:, -1]
-            # Wait here, so that the next part may reuse this one's memory.
-            mx.eval(hidden, self.cache.arrays())
-        logits = hidden @ model.head_weight.T
+        decoder = self.decoder
+        decoder.logits = sampler.prefill_cache(self.model, mx.array([ids]), self.cache)
         self.num_turns += 1
 
         limit = min(self.params.limits(1)[0], room)
         for numbers in sampler.uniforms(self.seed, [self.num_turns], limit)[0]:
-            token, logprob, _ = sampler.choose_token(logits, mx.array(numbers[None]), self.params)
-            # Evaluated apart from the next step, so that they can be read while it runs.
-            mx.async_eval(token, logprob)
-            logits = self.forward(token[:, None], self.cache)[:, -1] @ model.head_weight.T
-            mx.async_eval(logits)
-            if not np.isfinite(np.array(logprob)).all():  # this waits
-                raise sampler.NotFinite(0, len(self.turn), logits.dtype)
-            self.turn.append(int(np.array(token)[0]))
+            sampled = decoder.sample(numbers[None])
+            mx.async_eval(sampled)  # apart from the logits, so that they can be read earlier
+            decoder.append(sampled)
+            token, logprob = (np.array(value)[0] for value in sampled)  # wait
+            if not np.isfinite(logprob):
+                raise sampler.NotFinite(0, len(self.turn), decoder.logits.dtype)
+            self.turn.append(int(token))
             yield self.turn[-1]
             if self.is_over():
                 return
@@ -268,7 +262,7 @@ TOOL_FLAGS = ["task", *TOOLS]
 
 
 @guard_output()
-@report_mistakes()
+@exit_on_mistakes()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(
         "chat.py",
@@ -310,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def answer_prompts(args: argparse.Namespace) -> None:
     """Chats, plays episodes or prints completions. Raises ValueError if flags contradict."""
-    adapter = run_files.adapter_from_flags(
+    adapter = run_files.fill_defaults_and_find_adapter(
         args, model=None, max_tokens=256, stop=[], end_tokens=[], thinking=False
     )
     check_args(args, adapter)
@@ -322,7 +316,7 @@ def answer_prompts(args: argparse.Namespace) -> None:
         start = run_files.adapter_path(args.run, 0) if args.run else None
         model, tokenizer, is_beside = policy.load_policy(name, adapter, start, args.end_tokens)
         if start:
-            beginning = model_card.describe_start(run_files.load_settings(args.run))
+            beginning = model_card.describe_initial_adapter(run_files.load_settings(args.run))
             reason += f"; [before] is {name}{beginning}"
     else:
         model, tokenizer = gwen.load(name, adapter=adapter, end_tokens=args.end_tokens)
@@ -363,7 +357,7 @@ def answer_prompts(args: argparse.Namespace) -> None:
 
 def check_args(args: argparse.Namespace, adapter: str | None) -> None:
     """Raises ValueError if flags have wrong values or do not fit together."""
-    check_least(args, num=1, max_tokens=1, temp=0, seed=0)
+    check_minimums(args, num=1, max_tokens=1, temp=0, seed=0)
     check_settings({"stop": args.stop, "end_tokens": args.end_tokens})
     for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
         if text is not None:
@@ -390,8 +384,8 @@ def choose_opening(args: argparse.Namespace) -> tuple[Messages, str]:
         return [{"role": "system", "content": args.system}], ""
     if not args.run or not (args.chat or args.prompt):
         return [], ""
-    config = check_settings(load_recipe(run_files.config_file(args.run)))
-    opening, note = shared_opening(config)
+    config = check_settings(load_recipe(run_files.find_config_file(args.run)))
+    opening, note = shared_opening_and_note(config)
     for message in opening:
         note += f"; {message['role']}: {shorten_value(message['content'])}"
     return opening, note
@@ -404,9 +398,9 @@ def choose_problems(
     if args.prompt:
         prompt = [*opening, {"role": "user", "content": args.prompt}]
         return [{"prompt": prompt}] * args.num
-    run_held_out = tasks.read_held_out(args.run) if args.run else []
+    run_held_out = tasks.read_held_out_keys(args.run) if args.run else []
     task = tasks.make_task(config, held_out_keys=run_held_out)
-    return list(spread_evenly(task.held_out, args.num))
+    return list(pick_evenly_spaced(task.held_out, args.num))
 
 
 def play_episodes(
@@ -422,9 +416,9 @@ def play_episodes(
     rollout = sampler.rollout(
         model, playing.prompts, params, group_size=1, key=args.seed, episodes=playing
     )
-    playing.request_rewards()
+    playing.collect_episode_rewards()
     for row, reason in enumerate(rollout.finish_reasons):
-        print(escape_invisible(playing.describe(row, reason)))
+        print(escape_invisible(playing.format_episode(row, reason)))
 
 
 def print_completions(
@@ -458,10 +452,10 @@ def make_toolbox(
     Raises ValueError if the flags do not fit the tools.
     """
     has_message = args.prompt or args.chat
-    tool_settings = given_settings(args, TOOL_FLAGS)
+    tool_settings = settings_from_flags(args, TOOL_FLAGS)
     settings: dict[str, Any] = {"model": name, "thinking": args.thinking} | tool_settings
     if args.run:
-        config = policy.load_run_config(args.run, settings)
+        config = policy.load_run_config_and_set_template_date(args.run, settings)
     else:
         config = resolve_settings(settings, None, None, lambda _: (name, reason))[0]
 
@@ -489,5 +483,5 @@ def make_toolbox(
 
 
 if __name__ == "__main__":
-    with tool_workers.end_tools():
+    with tool_workers.end_tool_threads_on_exit():
         main()

@@ -1,31 +1,33 @@
 """
-Every setting of a run, declared once: a field defines a flag, a YAML key, a range and a help text.
+Declares every setting of a run: each field defines a flag, a YAML key, a range and a help text.
 
-Settings are frozen. This file does not cover where their values come from and whether they fit
-together (settings/), or what they mean to the algorithm (the files that use them). It imports
-only the standard library and flags.py.
+The classes are frozen: a setting cannot be changed once its object exists. settings/ reads the
+values of settings and checks them. The files that use a setting define what the setting does. This
+file imports only the standard library and flags.py.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
-from flags import Setting, setting, stop_text
+from flags import Setting, parse_stop_text, setting
 
 Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["wandb", "swanlab"]
 TARGETS = get_args(Target)
 MOST_BATCH = 2**16
 
-# The meaning of a field's metadata, in addition to those that `setting` describes:
-#   key       the setting's name, if it differs from the field's
-#   used_by   the runs that use it: "rollouts" means runs that sample, "grpo" runs with advantages,
-#             "distill" runs with a teacher, None all runs. The default is the class's `used_by`.
-#   later     whether a resumed run may change it. The default is the class's `later`.
-#   first     whether --help shows its flag; --help-all shows every flag
-#   file      whether it may name files
-#   function  whether it may name a user's function (`settings.sources.make_paths_absolute`)
-#   also      other names for its flag
+# `flags.setting` documents the metadata that every setting may have. The settings in this file may
+# also have these metadata:
+#   key       the name of the setting, if it differs from the name of the field
+#   used_by   the runs that use the setting: "rollouts" for runs that sample completions, "grpo" for
+#             runs that compute advantages, "distill" for runs with a teacher, None for all runs.
+#             The default is the `used_by` of the class.
+#   later     whether a resumed run may change the setting. The default is the `later` of the class.
+#   first     whether --help shows the flag; --help-all shows every flag
+#   file      whether the value may name files
+#   function  whether the value may name a function of the user (FILE.py:function)
+#   also      other names for the flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,25 +36,32 @@ class ModelSettings:
 
     name: str = setting(
         "",
-        "hub id, directory, GGUF file, `smollm2`, `demo`, `demo:rg` or `demo:tools`; "
-        "without a GPU the default is demo",
+        "the model to train: a hub id, a directory, a GGUF file, `smollm2`, `demo`, `demo:rg` "
+        "or `demo:tools`; on a machine without a GPU, the default is `demo`",
         key="model",
         first=True,
         file=True,
     )
     lora_rank: int = setting(
-        16, "rank of the adapters; 0 means training all weights", low=0, high=2**12, first=True
+        16,
+        "rank of the LoRA adapters; 0 trains all weights instead of adapters",
+        low=0,
+        high=2**12,
+        first=True,
     )
     lora_scale: float = setting(
-        2.0, "factor by which the adapters' output is multiplied, as in mlx_lm", low=1e-6, high=1e4
+        2.0,
+        "factor by which the output of each adapter is multiplied, like `scale` in mlx_lm",
+        low=1e-6,
+        high=1e4,
     )
     lora_targets: list[Target] = setting(
         lambda: list(TARGETS),
-        "projections that get adapters; q_proj k_proj v_proj and all-linear also work",
+        "projections that get adapters; `all-linear` and the names q_proj k_proj v_proj also work",
         metavar="NAME",
     )
     init_adapter: str = setting(
-        "", "adapter to start from: a run, or an mlx_lm or PEFT adapter", file=True
+        "", "adapter to start from: the directory of a run, or an mlx_lm or PEFT adapter", file=True
     )
 
 
@@ -63,20 +72,21 @@ class DataSettings:
     used_by = "rollouts"
     task: str = setting(
         "",
-        "name that selects data, rewards and evaluation: demo, values, gsm8k, math, ifeval, "
-        "or rg:NAME=WEIGHT; with --data the default is own",
+        "task, which determines the data, the rewards and the evaluation: demo, values, "
+        "gsm8k, math, ifeval, or rg:NAME=WEIGHT; with --data, the default is `own`",
         used_by=None,
         first=True,
     )
     task_config: str = setting(
         "",
-        "YAML file with the sizes, levels and number of held-out problems for rg:NAME",
+        "YAML file with the options of an rg:NAME task: the sizes and levels of its problems, "
+        "and the number of held-out problems",
         file=True,
     )
     path: str = setting(
         "",
-        "your prompts: JSONL, CSV, TXT, parquet, Arrow, or a `datasets` data set on disk or on the "
-        "hub; TRAIN,HELD_OUT names two files",
+        "your prompts: a JSONL, CSV, TXT, Parquet or Arrow file, or a data set of the library "
+        "`datasets`, on disk or on the hub; TRAIN,HELD_OUT names two files",
         key="data",
         used_by=None,
         first=True,
@@ -84,24 +94,34 @@ class DataSettings:
     )
     columns: str = setting(
         "",
-        "names of the columns in the data, for example prompt=question,answer=solution",
+        "names of the columns in your data: prompt=question,answer=solution, for example, "
+        "reads the prompts from the column `question` and the answers from the column "
+        "`solution`",
         used_by=None,
     )
     verifier: str = setting(
         "",
-        "how answers are compared: auto, json, number, choice, math, exact, marked or FILE.py:fn",
+        "how a completion is compared with the correct answer: auto, json, number, choice, "
+        "math, exact, marked, or your own function as FILE.py:fn",
         first=True,
         function=True,
     )
-    rubric: str = setting("", "rubric YAML file; replaces the task's rubric", first=True, file=True)
-    reward: list[str] = setting(list, "reward functions FILE.py:fn,fn", first=True, file=True)
+    rubric: str = setting(
+        "",
+        "YAML file with a rubric for the judge, which replaces the rubric of the task",
+        first=True,
+        file=True,
+    )
+    reward: list[str] = setting(
+        list, "your own reward functions, as FILE.py:fn,fn", first=True, file=True
+    )
     reward_weights: dict[str, float] = setting(
         dict, "weights of the rewards, for example correct=1,rubric=0.5", first=True
     )
     reward_gate: Literal["off", "form"] = setting(
         "off",
-        "form: an answer keeps a reward above 0 only if it is finished and neither repeats itself "
-        "nor copies the prompt",
+        "`form`: a completion keeps a reward above 0 only if it is finished, does not repeat "
+        "itself and does not copy the prompt",
     )
 
 
@@ -111,19 +131,19 @@ class SamplingSettings:
 
     used_by = "rollouts"
     batch: int = setting(
-        4, "prompts per step (B)", low=1, high=MOST_BATCH, used_by=None, first=True
+        4, "number of prompts per step (B)", low=1, high=MOST_BATCH, used_by=None, first=True
     )
     groups: int = setting(
         8,
-        "completions per prompt (G); 1 is allowed with a teacher",
+        "number of completions per prompt (G); 1 is allowed only with --teacher",
         low=1,
         high=MOST_BATCH,
         first=True,
     )
     rollout_batch_size: int | None = setting(
         None,
-        "number of rows decoded at once; auto: as many as fit in the GPU's memory, or up to 64 on "
-        "a CPU",
+        "maximum number of completions sampled at the same time; auto: as many as fit in GPU "
+        "memory, or up to 64 on a CPU",
         low=1,
         later=True,
         first=True,
@@ -131,36 +151,45 @@ class SamplingSettings:
     max_tokens: int = setting(256, "maximum number of tokens per completion", low=1, first=True)
     stop: list[str] = setting(
         list,
-        r"texts that end a completion (\n means a line end); rewards and judge see only the text "
-        "before them",
+        r"stop texts, which end a completion (\n is a line break); rewards and the judge see only "
+        "what comes before the stop text",
         metavar="TEXT",
-        parse=stop_text,
+        parse=parse_stop_text,
     )
     end_tokens: list[str] = setting(
         list,
-        "tokens that end a completion, in addition to the model's own; each is a token such as "
-        "<|im_end|> or an id",
+        "tokens that end a completion, in addition to the model's own end tokens; each is "
+        "given as text, such as <|im_end|>, or as a token id",
         metavar="TOKEN",
         parse=str,
     )
     temp: float = setting(1.0, "sampling temperature", low=0, first=True)
     top_p: float = setting(
         1.0,
-        "nucleus sampling: sample from the likeliest tokens that reach this total probability; the "
-        "update uses the same tokens",
+        "nucleus sampling: sample only from the likeliest tokens whose probabilities add up "
+        "to this value; the update uses the same tokens",
         low=1e-06,
         high=1.0,
     )
-    top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all tokens", low=0)
+    top_k: int = setting(
+        0, "top-k sampling: sample only from the k likeliest tokens; 0: from all tokens", low=0
+    )
     min_p: float = setting(
         0.0,
-        "minimum probability of a token, relative to that of the likeliest token",
+        "sample only tokens whose probability is at least this fraction of the likeliest "
+        "token's probability",
         low=0,
         high=1.0,
     )
-    thinking: bool = setting(False, "use the chat template's thinking mode", used_by=None)
+    thinking: bool = setting(
+        False, "turn on the thinking mode of the model's chat template", used_by=None
+    )
     seed: int = setting(
-        0, "random seed for prompts, sampling and adapters", low=0, used_by=None, first=True
+        0,
+        "seed of the random order of prompts, of sampling and of the initial adapters",
+        low=0,
+        used_by=None,
+        first=True,
     )
 
 
@@ -171,63 +200,74 @@ class ObjectiveSettings:
     used_by = "grpo"
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"] = setting(
         "dapo",
-        "the loss (also as --loss); sft: cross-entropy on the replies in --data",
+        "loss function (this flag is the same as --loss); sft: the cross-entropy of the replies "
+        "in --data",
         used_by=None,
         function=True,
         also=("loss",),
         first=True,
     )
     importance_sampling_level: Literal["token", "sequence"] = setting(
-        "token", "compute the importance ratio per token or per sequence"
+        "token", "whether the importance ratio is computed per token or per sequence"
     )
     advantage: Literal["group", "rloo", "reinforce"] = setting(
         "group",
-        "the baseline of a reward: the mean of its group (group), of the rest of its group (rloo), "
-        "or of the step (reinforce)",
+        "baseline that is subtracted from a reward: the mean reward of its group (group), of "
+        "the other completions in its group (rloo), or of the whole step (reinforce)",
         function=True,
     )
     scale_rewards: Literal["group", "batch", "mean", "none"] = setting(
         "group",
-        "the divisor of advantages: the standard deviation of the group (group) or step (batch), "
-        "the mean of the group (mean), or none",
+        "divisor of the advantages: the standard deviation of the rewards in the group "
+        "(group) or in the step (batch), the mean reward of the group (mean), or no divisor "
+        "(none)",
     )
     combine_rewards: Literal["sum", "normalize"] = setting(
-        "sum", "sum: add rewards as they are; normalize: normalize each one first"
+        "sum",
+        "how several rewards are added: as they are (sum), or after each reward is normalized "
+        "(normalize)",
     )
-    epsilon: float = setting(0.2, "the importance ratio is clipped below at 1 - epsilon", low=0)
+    epsilon: float = setting(
+        0.2,
+        "lower clip range: the importance ratio is clipped to at least 1 - this value",
+        low=0,
+    )
     epsilon_high: float | None = setting(
         None,
-        "the importance ratio is clipped above at 1 + this value; the default is --epsilon; "
-        "for cispo the value itself is the upper limit of the ratio",
+        "upper clip range: the importance ratio is clipped to at most 1 + this value (default: "
+        "the value of --epsilon); with --loss-type cispo, it is clipped to at most this value",
         low=0,
     )
     beta: float = setting(
-        0.0, "weight of the KL divergence from the model before training", low=0, first=True
+        0.0,
+        "weight in the loss of the KL divergence from the model before training",
+        low=0,
+        first=True,
     )
     truncated: Literal["keep", "mask", "punish"] = setting(
         "keep",
-        "answers that --max-tokens cut off: train on them (keep), leave them out (mask), or "
-        "punish them",
+        "what to do with completions that --max-tokens cut off: train on them (keep), leave "
+        "them out (mask), or punish them (punish)",
         used_by="rollouts",
     )
     teacher: str = setting(
         "",
-        "model that scores the student's completions: hub id, directory, or `self` for the model "
-        "before training",
+        "teacher model, which scores the completions of the trained model: a hub id, a "
+        "directory, or `self` for the model before training",
         used_by="distill",
         file=True,
     )
     teacher_prompt: str = setting(
         "",
-        "text file with a system message that only the teacher gets; {answer} stands for the value "
-        "in the column `answer`, and so on for other columns",
+        "text file with a system message that only the teacher sees; {answer} is replaced by "
+        "the value in the column `answer`, and any other {NAME} by the value in that column",
         used_by="distill",
         file=True,
     )
     distill_beta: float = setting(
         0.5,
-        "the kind of divergence: 0 is forward KL, 1 is reverse KL, and values in between are "
-        "Jensen-Shannon",
+        "kind of divergence from the teacher: 0 is forward KL, 1 is reverse KL, and values in "
+        "between are generalized Jensen-Shannon divergences",
         low=0,
         high=1.0,
         used_by="distill",
@@ -239,20 +279,25 @@ class ToolSettings:
     """Tools"""
 
     used_by = "rollouts"
-    tools: list[str] = setting(list, "functions that the model may call, FILE.py:fn,fn", file=True)
+    tools: list[str] = setting(
+        list, "Python functions that the model may call, as FILE.py:fn,fn", file=True
+    )
     env: str = setting(
         "",
-        "environment that the model interacts with: FILE.py:Class, or NAME=FILE.py:Class,...",
+        "environment that the model interacts with, as FILE.py:Class, or several "
+        "environments, as NAME=FILE.py:Class,...",
         file=True,
     )
-    max_turns: int = setting(8, "maximum number of turns of a conversation with tools", low=1)
+    max_turns: int = setting(8, "maximum number of turns in a conversation with tools", low=1)
     max_context: int | None = setting(
         None,
-        "maximum number of tokens of a conversation with tools; auto: 4096, "
-        "or less if the model's context is shorter",
+        "maximum number of tokens in a conversation with tools; auto: 4096, or less if the "
+        "model's context is shorter",
         low=16,
     )
-    tool_timeout: float = setting(60.0, "seconds that a tool call may take", low=0.01, high=1e6)
+    tool_timeout: float = setting(
+        60.0, "maximum number of seconds that a tool call may take", low=0.01, high=1e6
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,56 +306,65 @@ class OptimizerSettings:
 
     kind: Literal["adamw", "sgd"] = setting(
         "adamw",
-        "sgd: for training all weights without AdamW's 8 bytes per weight; "
-        "--target-kl sets the size of its steps",
+        "optimizer; sgd trains all weights without the 8 bytes per weight that AdamW needs, "
+        "and --target-kl determines the size of its steps",
         key="optimizer",
         used_by="rollouts",
     )
     steps: int = setting(
         100,
-        "number of steps; each consists of a rollout and --num-iterations * --mini-batches updates",
+        "number of training steps; each step is one rollout and --num-iterations times "
+        "--mini-batches updates",
         low=1,
         later=True,
         first=True,
     )
     learning_rate: float = setting(
         1e-4,
-        "peak learning rate; with --lora-rank 0 the default is a tenth of the recipe's value",
+        "peak learning rate; with --lora-rank 0, the default is a tenth of the value in the recipe",
         low=0,
         first=True,
     )
     warmup_steps: int = setting(
         5,
-        "number of steps of linear warm-up; after them a cosine lowers the rate to a tenth",
+        "number of steps in which the learning rate rises linearly to its peak; after these "
+        "steps, a cosine schedule lowers the rate to a tenth of the peak",
         low=0,
     )
     target_kl: float = setting(
-        0.02, "maximum KL of one update, in nats per token; 0: no limit", low=0, used_by="rollouts"
+        0.02,
+        "maximum KL divergence of one update, in nats per token; 0: no maximum",
+        low=0,
+        used_by="rollouts",
     )
     num_iterations: int = setting(
-        1, "number of passes over a rollout", low=1, high=2**10, used_by="rollouts"
+        1, "number of training passes over each rollout", low=1, high=2**10, used_by="rollouts"
     )
     mini_batches: int = setting(
         1,
-        "optimizer steps per pass; each takes an equal part of --batch",
+        "number of optimizer steps per pass over a rollout; each step trains on an equal "
+        "share of the --batch prompts",
         low=1,
         high=2**10,
         used_by="rollouts",
     )
     train_token_budget: int | None = setting(
         None,
-        "positions per micro-batch; auto: 1024, or 2048 on a GPU with enough memory",
+        "maximum number of token positions in a micro-batch; auto: 1024, or 2048 on a GPU "
+        "with enough memory",
         low=1,
         later=True,
     )
     checkpoint_layers: str = setting(
         "auto",
-        "layers that the backward pass computes again to save memory: on, off or a number; "
-        "auto: as few as memory allows",
+        "number of layers whose activations the backward pass computes again to save memory; "
+        "on: all layers; off: none; auto: as few layers as the memory allows",
         later=True,
     )
     over_memory: bool = setting(
-        False, "train even if the estimate exceeds this machine's memory", later=True
+        False,
+        "train even if the estimated memory use exceeds the memory of this machine",
+        later=True,
     )
 
 
@@ -323,27 +377,33 @@ class JudgeSettings:
     later = True
     model: str = setting(
         "",
-        "judge model; the default is the base model; with --judge-url, its name on the server",
+        "judge model; the default is the model before training; with --judge-url, this is the "
+        "model's name on the server",
         first=True,
         file=True,
     )
     mode: Literal["logits", "decode"] = setting(
         "logits",
-        "logits: read the score from the probabilities of the first token; decode: from a reply",
+        "how the judge gives a score: through the probabilities of the first token of its "
+        "reply (logits), or in a reply that is decoded completely (decode)",
     )
     think: int = setting(
-        0, "maximum number of tokens that the judge may think before a decoded reply", low=0
+        0,
+        "maximum number of tokens that the judge may think before it replies; needs "
+        "--judge-mode decode",
+        low=0,
     )
     chunk_size: int = setting(
         24,
-        "number of completions judged per batch; the environment variable RUBRIC_JUDGE_BATCH_SIZE "
-        "changes the default",
+        "number of completions that are judged in one batch; the environment variable "
+        "RUBRIC_JUDGE_BATCH_SIZE changes the default",
         low=1,
     )
     url: str = setting(
         "",
-        "OpenAI-compatible server that judges, for example http://127.0.0.1:8080/v1; "
-        "the environment variable JUDGE_API_KEY holds its key",
+        "address of an OpenAI-compatible server that runs the judge, for example "
+        "http://127.0.0.1:8080/v1; the server's key is read from the environment variable "
+        "JUDGE_API_KEY",
     )
 
 
@@ -354,14 +414,18 @@ class EvaluationSettings:
     prefix = "eval_"
     later = True
     every: int = setting(
-        20, "number of steps between evaluations; 0: no evaluation", low=0, first=True
+        20, "number of steps between evaluations; 0: no evaluations", low=0, first=True
     )
     limit: int = setting(
-        0, "maximum number of held-out problems, chosen at even intervals; 0: all of them", low=0
+        0,
+        "maximum number of held-out problems in an evaluation, chosen at even intervals; "
+        "0: all held-out problems",
+        low=0,
     )
     rubric: str = setting(
         "",
-        "rubric YAML file for evaluations only; a check on what the judge rewards",
+        "YAML file with a rubric that is used only in evaluations, to check the rubric that "
+        "training rewards",
         used_by="rollouts",
         later=False,
         file=True,
@@ -375,18 +439,23 @@ class RecordSettings:
     later = True
     save_every: int = setting(
         20,
-        "number of steps between checkpoints; the first one is saved within five minutes",
+        "number of steps between checkpoints; the first checkpoint is saved within five minutes",
         low=1,
         first=True,
     )
     report_to: list[Tracker] = setting(
-        list, "trackers that get the metrics; each needs its extra installed"
+        list,
+        "experiment trackers to which metrics are sent; a tracker needs the extra of the same name",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting of a run. `config.yaml` lists them without groups, by their flags' names."""
+    """
+    All settings of a run, in groups.
+
+    `config.yaml` lists the same settings without groups; its keys are the names of the flags.
+    """
 
     model: ModelSettings
     data: DataSettings
@@ -400,7 +469,11 @@ class Config:
 
     @classmethod
     def from_flags(cls, **values: Any) -> "Config":
-        """The defaults, replaced by `values`, which are named like flags. Checks nothing."""
+        """
+        Return a Config with the given values. Every other setting has its default value.
+
+        values: settings by name, such as `max_tokens`. The values are not checked.
+        """
         group_classes: dict[str, Any] = {
             group.name: group.type for group in dataclasses.fields(cls)
         }
@@ -411,15 +484,15 @@ class Config:
         groups = {name: make(**fields[name]) for name, make in group_classes.items()}
         return cls(**groups)
 
-    def with_settings(self, **values: Any) -> "Config":
-        """A copy of these settings in which `values` replace the old ones."""
+    def copy_with_settings(self, **values: Any) -> "Config":
+        """Return a copy of this Config in which the given values replace the old values."""
         return Config.from_flags(**self.to_flags() | values)
 
-    def to_flags(self, sizes: "Sizes | None" = None) -> dict[str, Any]:
+    def to_flags(self, sizes: "MemoryDependentSizes | None" = None) -> dict[str, Any]:
         """
-        Every setting, by the name of its flag.
+        Return the values of all settings by name, such as `max_tokens`.
 
-        sizes: these replace the settings that they decide, if this run uses those.
+        sizes: sizes that replace the settings of the same name, if this run uses those settings.
         """
         values = {}
         for key, declared in SETTINGS.items():
@@ -433,18 +506,18 @@ class Config:
         return values
 
     @property
-    def judges_itself(self) -> bool:
-        """Whether the judge is the model before training."""
+    def judges_with_base_model(self) -> bool:
+        """Whether the model before training is also the judge."""
         return not self.judge.url and self.judge.model in ("", self.model.name)
 
     @property
     def compares_within_groups(self) -> bool:
-        """Whether rewards are compared within groups. Otherwise they are only reported."""
+        """Whether training compares the rewards in a group. If not, rewards are only reported."""
         return self.objective.loss_type != "distill" and self.sampling.groups > 1
 
 
 def _list_settings() -> Iterator[Setting]:
-    """Every field in every group, in the order of declaration."""
+    """Yield a Setting for each field of each group, in the order of declaration."""
     for group in dataclasses.fields(Config):
         group_class: Any = group.type
         prefix = getattr(group_class, "prefix", "")
@@ -463,18 +536,22 @@ TOOLS = [key for key, setting in SETTINGS.items() if setting.group == "tools"]
 
 
 def is_user_function(value: str) -> bool:
-    """Whether the value of a setting with choices names a user's function instead."""
+    """Whether a value is FILE.py:function, the user's own function, and not a built-in choice."""
     return ":" in value
 
 
-class Sizes(NamedTuple):
-    """The sizes that memory decides once, before the first step. `config.yaml` keeps them."""
+class MemoryDependentSizes(NamedTuple):
+    """
+    Sizes that are fitted to the available memory once, before the first step.
 
-    rollout_batch_size: int  # number of rows decoded at once
-    train_token_budget: int  # positions per micro-batch
-    checkpoint_layers: int  # number of layers that the backward pass computes again
+    The sizes are saved in `config.yaml`.
+    """
+
+    rollout_batch_size: int  # maximum number of completions sampled at the same time
+    train_token_budget: int  # maximum number of token positions in a micro-batch
+    checkpoint_layers: int  # number of layers whose activations the backward pass computes again
 
     def as_settings(self) -> dict[str, Any]:
-        """The sizes as settings, so that a repeated or resumed run uses the same ones."""
+        """The sizes as settings by name, so that a repeated or resumed run uses the same sizes."""
         layers = str(self.checkpoint_layers) if self.checkpoint_layers else "off"
         return self._asdict() | {"checkpoint_layers": layers}

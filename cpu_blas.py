@@ -1,24 +1,25 @@
 """
-A fast BLAS and a fast heap for MLX on Linux CPUs: `import cpu_blas` before the first `import mlx`.
+Sets up a fast BLAS and a fast heap for MLX on Linux CPUs; import it before the first `import mlx`.
 
-MLX's Linux wheel is linked against reference BLAS (about 3 GFLOP/s in float32). The dynamic loader
-binds a symbol to the first library that offers it, so an OpenBLAS that is loaded globally before
-MLX serves MLX's matmuls. The OpenBLAS in the package `scipy-openblas32` has a prefix in its names.
-A library of two functions, called jumps, forwards the plain names to the prefixed ones; it is
-compiled once into the user's cache directory. If that fails, MLX uses its own BLAS, and one line on
-stderr says why.
+MLX's Linux wheel is linked against the reference BLAS (about 3 GFLOP/s in float32). The dynamic
+loader binds a symbol to the first loaded library that exports it. So if OpenBLAS is loaded globally
+before MLX, MLX's matmuls use OpenBLAS. In the OpenBLAS of the package `scipy-openblas32`, all
+function names have a prefix. So a small library of two functions, which is compiled once into the
+user's cache directory, forwards the plain names to the prefixed names. If this setup fails, MLX
+uses its own BLAS, and one line on stderr gives the reason.
 
-MLX calls malloc and free for every array. glibc returns arrays of megabytes to the kernel at once
-and faults them in again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110
-rows of 768 take 90 ms instead of 30). Here the heap never returns memory to the kernel.
+MLX calls malloc and free for every array. By default, glibc returns the memory of large arrays to
+the operating system immediately and must request memory again for the next array, which takes more
+time than the arithmetic. For example, swiglu and its gradient on 72 x 110 rows of width 768 take 90
+ms instead of 30 ms. With the settings made here, the heap never returns memory.
 
-On macOS MLX uses Accelerate, and no library is loaded. This file also sets environment variables
-that MLX and the GPU's driver read only once, unless the user has set them.
+On macOS, MLX uses Accelerate, and no library is loaded. This file also sets environment variables
+that MLX and the GPU driver read only once, unless the user has already set them.
 
-Every program imports this file first. So it also prints one line in place of a traceback after a
-Ctrl-C during the other imports. And it ends, with one line, a program that was started with a
-Python without Gwen's packages, as by `python3 train.py`. It imports only the standard library, and
-an old Python must be able to parse it.
+Every program imports this file first. So this file also makes Ctrl-C during the other imports print
+one line instead of a traceback. And if a program was started with a Python that lacks Gwen's
+packages, as with `python3 train.py`, this file prints one line and ends the program. This file
+imports only the standard library, and an old Python version must be able to parse it.
 """
 
 import atexit
@@ -38,19 +39,23 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-# The first variable: macOS may stop a process whose GPU work delays the display; with it, macOS
-# waits longer (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products in float32
-# on an M5, where MLX by default rounds the factors to 10 bits. The third makes attention use the
-# same forward kernel with a gradient as without one; otherwise MLX 0.32.4 would compute scores in
-# 16 bits for an array mask. Gwen computes the gradient itself.
 ENVIRONMENT = {
+    # macOS may stop a process whose GPU work delays the display. This setting makes macOS wait
+    # longer (github.com/ml-explore/mlx/issues/3267).
     "AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1",
+    # By default, MLX rounds the factors of float32 products to 10 bits on an M5. This setting
+    # keeps float32 products in float32.
     "MLX_ENABLE_TF32": "0",
+    # This setting makes MLX's attention use the same forward kernel with a gradient as without a
+    # gradient. Otherwise, MLX 0.32.4 would compute scores in 16 bits if the mask is an array. Gwen
+    # computes the gradient of attention itself.
     "MLX_SDPA_VJP_FALLBACK": "1",
 }
 
-OLDEST_PYTHON = (3, 11)  # pyproject.toml's requires-python
-# pyproject.toml's packages by their modules' names, without scipy-openblas32, which may be missing
+OLDEST_PYTHON = (3, 11)  # the same version as requires-python in pyproject.toml
+
+# The packages required in pyproject.toml, by module name. scipy-openblas32 is not included, because
+# Gwen also works without it.
 PACKAGES = {
     "mlx": "mlx",
     "mlx_lm": "mlx-lm",
@@ -66,25 +71,26 @@ PACKAGES = {
     "jsonschema": "jsonschema",
 }
 
-JUMPS = """
-#define JUMP(name, real) \\
+FORWARDING_SOURCE = """
+#define FORWARD(name, real) \\
     void scipy_##name(int, int, int, int, int, int, \\
                       real, const real*, int, const real*, int, real, real*, int); \\
     void name(int order, int ta, int tb, int m, int n, int k, real alpha, const real* a, int lda, \\
               const real* b, int ldb, real beta, real* c, int ldc) { \\
         scipy_##name(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc); \\
     }
-JUMP(cblas_sgemm, float)
-JUMP(cblas_dgemm, double)
+FORWARD(cblas_sgemm, float)
+FORWARD(cblas_dgemm, double)
 """
 
 
-def cache_directory() -> Path:
+def ensure_cache_directory() -> Path:
     """
-    The cache directory, for files that Gwen can make again.
+    The cache directory, which is created if it is missing.
 
-    Only this user may write there, since libraries are loaded from it. If it cannot be used so,
-    this process makes a temporary directory instead, and a line on stderr says so.
+    Libraries are loaded from this directory, so only this user may have write access to it. If
+    other users have write access, or the directory cannot be created, this process uses a temporary
+    directory instead, and a line on stderr gives the reason.
     """
     try:
         caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
@@ -98,20 +104,20 @@ def cache_directory() -> Path:
         )
         if is_safe:
             return cache
-        reason = f"{cache} is not yours alone (chown, chmod 700)"
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        reason = f"{cache} is not a directory that only you can write to (see chown, chmod 700)"
+    except (OSError, RuntimeError) as error:  # RuntimeError if the user has no home directory
         reason = str(error)
     return _make_temporary_cache(reason)
 
 
-def _print_error(line: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads, or the disk is full
+def _print_to_stderr(line: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be a closed pipe or a file on a full disk
         print(line, file=sys.stderr)
 
 
 @functools.cache
 def _make_temporary_cache(reason: str) -> Path:
-    _print_error(f"gwen: {reason}; nothing is kept for later runs")
+    _print_to_stderr(f"gwen: {reason}; cached files are not kept for later runs")
     directory = tempfile.mkdtemp(prefix="gwen-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return Path(directory)
@@ -120,32 +126,33 @@ def _make_temporary_cache(reason: str) -> Path:
 # ---- the BLAS and the heap
 
 
-def _set_up_blas() -> str:
-    """Sets up the environment, the heap and the BLAS, and returns the BLAS's description."""
+def _set_up_and_describe_blas() -> str:
+    """Sets environment variables, the heap and the BLAS, and returns a description of the BLAS."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if sys.platform != "linux":
         return "the platform's"
     try:
-        if "mlx.core" in sys.modules:  # MLX has bound its BLAS already
-            raise OSError("it was imported before gwen")
+        if "mlx.core" in sys.modules:  # MLX is already bound to its own BLAS
+            raise OSError("mlx was imported before gwen")
         _keep_freed_memory()
-        # OpenBLAS's threads spin while they wait. While another process was busy, this made a
-        # decode step of the demo model 80 times slower (284 ms instead of 3.4, on two cores). On
-        # two free cores, a second thread would gain only a quarter. So there is one thread.
+        # OpenBLAS uses a single thread, because its threads spin while they wait. On two cores, of
+        # which another process used one, a second thread made a decode step of the demo model 80
+        # times slower (284 ms instead of 3.4 ms). On two free cores, a second thread would make the
+        # step only a quarter faster.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        ctypes.CDLL(_build_jumps(), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(_build_forwarding_library(), mode=ctypes.RTLD_GLOBAL)
         return "OpenBLAS of scipy-openblas32"
     except OSError as error:
-        _print_error(f"gwen: MLX runs on its slow built-in BLAS ({error})")
+        _print_to_stderr(f"gwen: MLX uses its slow built-in BLAS ({error})")
         return "MLX's built-in reference BLAS (slow)"
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc serve arrays of every size from one heap, and never shrink it."""
+    """Makes glibc allocate arrays of any size from a single heap that never shrinks."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        # from glibc's malloc.h
+        # constants from glibc's malloc.h
         m_trim_threshold = -1
         m_mmap_max = -4
         m_arena_max = -8
@@ -154,70 +161,72 @@ def _keep_freed_memory() -> None:
         libc.mallopt(m_arena_max, 1)
 
 
-def _build_jumps() -> str:
+def _build_forwarding_library() -> str:
     """
-    Loads scipy-openblas32's library, and compiles the library of jumps unless it exists.
+    Loads the OpenBLAS library, and compiles the forwarding library unless it already exists.
 
-    Returns the path of the jumps. Raises OSError, which names it, if something is missing.
+    Returns the path of the forwarding library. Raises OSError if the package scipy-openblas32 or a
+    C compiler is missing, or if compiling fails.
     """
     try:
         import scipy_openblas32
     except ImportError as error:
         raise OSError("the package scipy-openblas32 is not installed") from error
     library = f"{scipy_openblas32.get_lib_dir()}/libscipy_openblas.so"
-    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # its names differ from MLX's
+    # this library's function names have a prefix, so they do not replace those of MLX's BLAS
+    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
-    key = hashlib.sha256(f"{JUMPS}{platform.machine()}".encode()).hexdigest()[:16]
-    jumps = cache_directory() / f"blas-{key}.so"
-    if jumps.exists():
-        return str(jumps)
+    key = hashlib.sha256(f"{FORWARDING_SOURCE}{platform.machine()}".encode()).hexdigest()[:16]
+    forwarding_library = ensure_cache_directory() / f"blas-{key}.so"
+    if forwarding_library.exists():
+        return str(forwarding_library)
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise OSError("no C compiler (cc, gcc or clang) is on the PATH")
-    with tempfile.TemporaryDirectory(dir=jumps.parent) as scratch:
-        built = Path(scratch) / "jumps.so"
+    with tempfile.TemporaryDirectory(dir=forwarding_library.parent) as scratch:
+        built = Path(scratch) / "forwarding.so"
         command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", str(built)]
-        result = subprocess.run(command, input=JUMPS, capture_output=True, text=True)
+        result = subprocess.run(command, input=FORWARDING_SOURCE, capture_output=True, text=True)
         if result.returncode:
             reason = result.stderr.strip() or result.returncode
             raise OSError(f"{compiler} failed: {reason!r:.200}")
-        os.replace(
-            built, jumps
-        )  # atomic, so that two first runs at once both end with a whole file
-    return str(jumps)
+        # replacing is atomic, so two first runs at the same time both end with a complete file
+        os.replace(built, forwarding_library)
+    return str(forwarding_library)
 
 
 # ---- Gwen's programs
 
 
-def _is_gwen_program() -> bool:
-    """Whether one of Gwen's files was started, and not a user's program that imports one."""
+def _was_gwen_program_started() -> bool:
+    """Whether the started program is one of Gwen's files, and not a user's own program."""
     return Path(__file__).resolve().parent in Path(sys.argv[0]).resolve().parents
 
 
-def _shorten_ctrl_c() -> None:
-    """In Gwen's own programs, makes an uncaught Ctrl-C print one line."""
-    if not _is_gwen_program():
+def _install_short_ctrl_c_message() -> None:
+    """Makes an uncaught Ctrl-C print one line instead of a traceback, in Gwen's own programs."""
+    if not _was_gwen_program_started():
         return
     default_hook = sys.excepthook
 
-    def hook(
+    def print_interrupt_in_one_line(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            _print_error("\nstopped by Ctrl-C")
+            _print_to_stderr("\nstopped by Ctrl-C")
         else:
             default_hook(kind, error, traceback)
 
-    sys.excepthook = hook
+    sys.excepthook = print_interrupt_in_one_line
 
 
-def _refuse_other_python() -> None:
+def _exit_unless_python_can_run_gwen() -> None:
     """
-    Ends one of Gwen's programs with one line and status 2 if this Python cannot run it.
+    Ends the process with one line and status 2 if this Python cannot run Gwen.
 
-    Without uv, `python3 train.py` starts the system's Python. In a user's own program, the line is
-    the message of an ImportError instead.
+    For example, `python3 train.py` without uv starts the system's Python, which may lack Gwen's
+    packages. In a user's own program, an ImportError with the same line as its message is raised
+    instead.
     """
     version = sys.version_info[:2]
     missing = [
@@ -226,44 +235,44 @@ def _refuse_other_python() -> None:
     if version < OLDEST_PYTHON:
         problem = (
             f"{sys.executable} is Python {version[0]}.{version[1]}, "
-            f"and Gwen needs 3.{OLDEST_PYTHON[1]} or later"
+            f"but Gwen needs Python 3.{OLDEST_PYTHON[1]} or later"
         )
     elif missing:
-        problem = f"{sys.executable} has no {', '.join(missing)}"
+        problem = f"the packages {', '.join(missing)} are not installed for {sys.executable}"
     else:
         return
 
     is_checkout = (Path(__file__).resolve().parent / "pyproject.toml").is_file()
     if is_checkout:
-        line = f"{problem}; start it with: {_uv_command()}"
+        line = f"{problem}; start the program with: {_uv_command()}"
         if shutil.which("uv") is None:
-            line += " (uv is at https://docs.astral.sh/uv/)"
-    else:  # an installed wheel without its packages
+            line += " (install uv from https://docs.astral.sh/uv/)"
+    else:  # Gwen was installed from a wheel, but without the packages that it needs
         line = f"{problem}; install Gwen again, with the packages that it needs"
 
-    if not _is_gwen_program():
+    if not _was_gwen_program_started():
         raise ImportError(line)
     print(f"error: {line}", file=sys.stderr)
     sys.exit(2)
 
 
 def _uv_command() -> str:
-    """The command that would start this process with uv."""
+    """The command that starts the same program with uv."""
     home = Path(__file__).resolve().parent
     words = ["uv", "run"]
     if Path.cwd() != home:
         words += ["--project", str(home)]
-    # Python 3.10 and later have orig_argv
+    # sys.orig_argv exists in Python 3.10 and later
     original_words = getattr(sys, "orig_argv", [sys.executable, *sys.argv])
     python_words = original_words[1:]
     is_module = python_words[0].startswith("-")
-    if is_module or not _is_gwen_program():
+    if is_module or not _was_gwen_program_started():
         words += ["python", *python_words]
     else:
         words += sys.argv
     return " ".join(map(shlex.quote, words))
 
 
-_refuse_other_python()
-_shorten_ctrl_c()
-description = _set_up_blas()
+_exit_unless_python_can_run_gwen()
+_install_short_ctrl_c_message()
+description = _set_up_and_describe_blas()

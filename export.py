@@ -1,15 +1,17 @@
 """
 The command that writes a trained model for other programs.
 
-`uv run export.py --fuse --run runs/NAME --out DIR` merges an adapter into its model for good.
-`--export gguf` does so too, in one file for llama.cpp. `--export peft` writes the adapter alone.
+`uv run export.py --fuse --run runs/NAME --out DIR` merges an adapter into its model and writes the
+merged model as a directory. `--export gguf` writes the merged model as one file for llama.cpp.
+`--export peft` writes only the adapter.
 
-Other programs render a chat with the model's template only. So two of training's settings are
-written into the template of a merged model: whether the model thinks, and the task's system prompt.
-If all training prompts begin with further messages, they have to be sent in every chat: the
+Other programs render a chat only with the model's chat template. So two training settings
+are written into the chat template of a merged model, namely the thinking mode and the task's system
+prompt.
+If all training prompts begin with further messages, these messages must be sent in every chat. The
 Modelfile makes Ollama send them, and the model card lists them.
 
-This file does not cover adapters (lora.py, disk/adapters.py) or the formats (deploy/).
+Adapters are in lora.py and disk/adapters.py, and the formats are in deploy/.
 """
 
 import argparse
@@ -30,132 +32,164 @@ import gwen
 from deploy import few_bits, gguf_writer, ollama
 from deploy.training_prompts import TrainedRun, read_trained_run
 from disk import adapters, gguf, hub, model_card, model_choice, run_files
-from flags import LEAST_FREE, Parser, line_of, names_path, refuse_full_disk, report_mistakes
+from disk.files import first_line_of_error
+from flags import (
+    MIN_FREE_BYTES,
+    Parser,
+    add_path_to_os_errors,
+    exit_on_mistakes,
+    message_with_advice,
+    refuse_full_disk,
+)
 from machine import alive, memory
 from machine.output import guard_output
 from prompts import chat_template
 from settings.checks import check_settings
 from settings.sources import load_recipe
+from text.commands import is_checkout
 
 FEW_BITS = (4, 8)
 
 
 @guard_output()
-@report_mistakes()
+@exit_on_mistakes()
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("export.py", "Merge an adapter into its model, or write it in another layout.")
+    parser = Parser(
+        "export.py", "Merge an adapter into its model, or write the adapter in another format."
+    )
     parser.add_argument(
-        "--fuse", action="store_true", help="write the merged model, a Hugging Face directory"
+        "--fuse",
+        action="store_true",
+        help="write the merged model as a directory in Hugging Face format",
     )
     parser.add_argument(
         "--export",
         choices=["peft", "gguf"],
-        help="peft: write the adapter alone. gguf: write the merged model in one file",
+        help="peft: write only the adapter; gguf: write the merged model as one file",
     )
     parser.add_argument(
         "--bits",
         type=int,
         choices=gguf_writer.LABELS,
-        help="bits per weight, for --fuse and gguf (default: 16)",
+        help="the number of bits per weight, for --fuse and --export gguf (default: 16)",
     )
     run_files.add_adapter_flags(parser)
     parser.add_argument(
-        "--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)"
+        "--model",
+        help="the base model: demo, a Hugging Face directory or a hub id (default: the model for "
+        "which the adapter was trained)",
     )
     parser.add_argument(
-        "--keep-template", action="store_true", help="leave the base's chat template unchanged"
+        "--keep-template",
+        action="store_true",
+        help="leave the chat template of the base model unchanged",
     )
     parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="new directory to write to"
+        "--out", required=True, type=Path, metavar="DIR", help="the new directory to write to"
     )
     args = parser.parse_args(argv)
     if args.fuse == (args.export is not None):
-        raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
+        raise ValueError(
+            "give --fuse or --export gguf to write a whole model, or --export peft to write only "
+            "the adapter"
+        )
     if args.bits and args.export == "peft":
         raise ValueError(f"--bits {args.bits} is for --fuse and --export gguf; leave it out")
-    refuse_taken(args.out)
-    adapter = run_files.adapter_from_flags(args, model=None)
+    raise_if_out_is_taken(args.out)
+    adapter = run_files.fill_defaults_and_find_adapter(args, model=None)
     if not adapter:
-        raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
-    export(args, adapter)
+        raise ValueError("no adapter is given; name one with --adapter, or a run with --run")
+    write_and_print_summary(args, adapter)
 
 
-def export(args: argparse.Namespace, adapter: str) -> None:
-    """Writes the model or adapter to --out, and prints a summary and the commands that use it."""
-    run_dir = find_run_dir(args.run or adapter)
+def write_and_print_summary(args: argparse.Namespace, adapter: str) -> None:
+    """
+    Writes the model or adapter to --out.
+
+    Also prints a summary, the commands that use the written files, and the effect of rounding.
+    """
+    run_dir = find_run_dir_at_or_above(args.run or adapter)
     config = None
     if run_dir:
-        config = check_settings(load_recipe(run_files.config_file(run_dir)))
-    least = least_bytes(args.model, adapter, args.export, args.bits or 16)
+        config = check_settings(load_recipe(run_files.find_config_file(run_dir)))
+    least = least_bytes_to_write(args.model, adapter, args.export, args.bits or 16)
 
-    with make_scratch(args.out, least) as scratch:
-        wide = scratch / "wide"  # the merged model in 16 bits, if the result has fewer
+    with make_temporary_directory_beside(args.out, least) as scratch:
+        wide = scratch / "wide"  # the merged model in 16 bits, if the result has fewer bits
         result = scratch / "made"
-        with blame_output(args.out), alive.show_activity(f"writing {args.out}"):
+        with name_out_in_write_errors(args.out), alive.show_activity(f"writing {args.out}"):
             run = read_trained_run(config) if config else None
-            summary = write_model(args, adapter, run, wide, result)
+            summary = write_model_or_adapter(args, adapter, run, wide, result)
         shots = run.shots if run else []
         if shots:
             summary += (
-                f"; training's prompts begin with {len(shots)} messages more, "
-                "which who talks to it must send"
+                f"; all training prompts begin with {len(shots)} further messages, which you must "
+                "send in every chat"
             )
         if args.run:
             if shots:
-                summary += ": README.md has them"
-            opening = run.opening if run and shots else []
+                summary += " (README.md lists them)"
+            opening = run.opening_messages if run and shots else []
             card = model_card.make_model_card(args.run, args.step, args.export or "mlx", opening)
-            with blame_output(args.out):
+            with name_out_in_write_errors(args.out):
                 (result / "README.md").write_text(card, encoding="utf-8")
-        with blame_output(args.out):
-            put_into_place(result, args.out)
+        with name_out_in_write_errors(args.out):
+            move_into_place(result, args.out)
 
         print(f"{args.out}: {summary}")
         print_next_commands(args.out, args.export, can_publish="give them the whole" not in summary)
         if args.bits in FEW_BITS:
             few = next(args.out.glob("*.gguf"), args.out)
-            few_bits.print_quantization_cost(run_dir, wide, few, args.bits)
+            few_bits.measure_and_print_quantization_cost(run_dir, wide, few, args.bits)
 
 
-def find_run_dir(path: str) -> str | None:
-    """The run directory at or above a path, such as an adapter's; None if there is none."""
-    place = Path(path).resolve()
-    for directory in (place, *place.parents[:3]):
+def find_run_dir_at_or_above(path: str) -> str | None:
+    """
+    The path itself or the nearest parent directory that is a run directory.
+
+    Returns None if there is no such directory.
+    """
+    resolved = Path(path).resolve()
+    for directory in (resolved, *resolved.parents[:3]):
         if (directory / "config.yaml").is_file():
             return str(directory)
     return None
 
 
-def write_model(
+def write_model_or_adapter(
     args: argparse.Namespace, adapter: str, run: TrainedRun | None, wide: Path, result: Path
 ) -> str:
     """
-    Writes the model or adapter to `result`; returns a summary.
+    Writes the model or adapter to `result`, and returns a summary.
 
-    run: the adapter's run; None if it has none. wide: the directory for the model in 16 bits,
-    which is written first if the result has fewer bits and is made from it or compared with it.
+    run: the run that trained the adapter, or None if the run is unknown.
+    wide: the directory for the 16-bit model. This model is written first if the result has fewer
+        bits and is made from the 16-bit model or compared with it.
     """
     has_few_bits = args.bits in FEW_BITS
     template_run = None if args.keep_template else run
     end_tokens = run.config.sampling.end_tokens if run else []
     summary = ""
-    if args.fuse or (has_few_bits and run):  # few bits are compared with 16
+    # a result with few bits is compared with the 16-bit model
+    if args.fuse or (has_few_bits and run):
         fused = wide if has_few_bits else result
-        summary = fuse(args.model, adapter, fused, template_run, end_tokens)
+        summary = write_merged_model(args.model, adapter, fused, template_run, end_tokens)
     if args.fuse and has_few_bits:
-        bits_per_weight = few_bits.quantize_directory(wide, result, args.bits)
-        summary += f"; in {bits_per_weight:.3g} bits a weight"
+        bits_per_weight = few_bits.write_quantized_copy(wide, result, args.bits)
+        summary += f"; rounded to {bits_per_weight:.3g} bits per weight"
     elif args.export == "gguf":
         title = args.out.resolve().name
         bits = args.bits or 16
-        summary = export_gguf(args.model, adapter, result, template_run, title, bits, end_tokens)
+        summary = write_gguf_and_modelfile(
+            args.model, adapter, result, template_run, title, bits, end_tokens
+        )
     elif args.export:
-        summary = export_peft(args.model, adapter, result)
+        summary = write_peft_adapter(args.model, adapter, result)
     return summary
 
 
 def print_next_commands(out: Path, export: str | None, can_publish: bool) -> None:
-    """Prints the commands that use the written files elsewhere."""
+    """Prints the commands that load the written files into other programs or publish them."""
     path = shlex.quote(str(out))
     name = shlex.quote(out.resolve().name)
     folder = f"~/.lmstudio/models/me/{name}"
@@ -165,58 +199,64 @@ def print_next_commands(out: Path, export: str | None, can_publish: bool) -> Non
     elif export is None:
         print(f"for LM Studio on a Mac: mkdir -p {folder} && cp {path}/* {folder}/")
     if can_publish:
-        print(f"to publish it: uv run hf upload OWNER/{name} {path}", flush=True)
+        upload = "uv run hf upload" if is_checkout() else "hf upload"
+        print(f"to publish the files: {upload} OWNER/{name} {path}", flush=True)
 
 
-# ---- the directory that is written
+# ---- the output directory
 
 
-def refuse_taken(out: Path) -> None:
-    """Raises ValueError unless `out` is a new path, an empty directory, or a link to one."""
+def raise_if_out_is_taken(out: Path) -> None:
+    """Raises ValueError unless `out` is a new path, or an empty directory or a link to one."""
     try:
         is_taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be read: {line_of(error)}") from error
+        raise ValueError(f"--out {out} cannot be read: {message_with_advice(error)}") from error
     if is_taken:
-        raise ValueError(f"--out {out} exists; give a new directory")
+        raise ValueError(f"--out {out} exists and is not empty; give a new directory")
 
 
-def least_bytes(name: str | None, adapter: str, export: str | None, bits: int) -> int:
+def least_bytes_to_write(
+    model_name: str | None, adapter: str, export: str | None, bits: int
+) -> int:
     """
     A lower bound on the number of bytes that will be written.
 
-    The base's weights have 16 or 32 bits. `--fuse --bits` first writes them with all their bits.
+    The weights of the base model have 16 or 32 bits. `--fuse --bits` first writes these weights
+    with all their bits.
     """
     if export == "peft":
-        files = list(adapters.find_adapter(adapter).glob("*.safetensors"))
+        files = list(adapters.find_adapter_directory(adapter).glob("*.safetensors"))
         return sum(file.stat().st_size for file in files)
-    chosen, _ = model_choice.choose_model(name, adapter)
-    base = hub.find_model(chosen)
-    is_gguf = (base / gguf.LINK).is_file()
-    files = [(base / gguf.LINK).resolve()] if is_gguf else list(base.glob("*.safetensors"))
+    chosen, _ = model_choice.choose_model(model_name, adapter)
+    base = hub.find_model_directory(chosen)
+    is_gguf_model = (base / gguf.LINK).is_file()
+    files = [(base / gguf.LINK).resolve()] if is_gguf_model else list(base.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    return size * bits // 32 if export or is_gguf else size
+    return size * bits // 32 if export or is_gguf_model else size
 
 
 @contextlib.contextmanager
-def make_scratch(out: Path, num_bytes: int) -> Iterator[Path]:
+def make_temporary_directory_beside(out: Path, num_bytes: int) -> Iterator[Path]:
     """
-    A directory on the disk of `out`, which is removed at the end.
+    A temporary directory on the same disk as `out`, which is removed after the context.
 
-    Inside the context, other libraries write their temporary files there too.
+    Inside the context, other libraries write their temporary files to this directory too.
 
-    num_bytes: a lower bound on what will be written. Raises ValueError, before any work, if the
-    disk has too little room or cannot be written to.
+    num_bytes: a lower bound on the number of bytes that will be written.
+
+    Raises ValueError, before any work is done, if the disk has too little free space or cannot be
+    written to.
     """
     target = out.resolve()
     parent = target if target.is_dir() else target.parent
     default_dir = tempfile.tempdir
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        refuse_full_disk("--out", out, parent, num_bytes + LEAST_FREE)
+        refuse_full_disk("--out", out, parent, num_bytes + MIN_FREE_BYTES)
         scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent)
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be written: {line_of(error)}") from error
+        raise ValueError(f"--out {out} cannot be written: {message_with_advice(error)}") from error
     with scratch as directory:
         tempfile.tempdir = directory
         try:
@@ -226,42 +266,46 @@ def make_scratch(out: Path, num_bytes: int) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def blame_output(out: Path) -> Iterator[None]:
-    """Inside the context, errors about an output file that cannot be written name --out."""
+def name_out_in_write_errors(out: Path) -> Iterator[None]:
+    """Inside the context, an error that is raised while output is written names --out."""
     try:
-        with names_path(out):
+        with add_path_to_os_errors(out):
             yield
     except (OSError, RuntimeError) as error:
-        if memory.should_try_smaller(error):
+        if memory.should_retry_with_less_work(error):
             raise
-        if isinstance(error, OSError) and error.filename and not is_in(error.filename, out):
+        if (
+            isinstance(error, OSError)
+            and error.filename
+            and not is_in_out_or_scratch(error.filename, out)
+        ):
             raise
         if isinstance(error, OSError) and error.errno:
-            reason = line_of(error)
-        else:  # "[write] Unable to write 1168 bytes to file"
+            reason = message_with_advice(error)
+        else:  # for example "[write] Unable to write 1168 bytes to file"
             free = shutil.disk_usage(out.resolve().parent).free
-            reason = f"{hub.first_line(error)} ({free / 1e6:.3g} MB are free there)"
+            reason = f"{first_line_of_error(error)} ({free / 1e6:.3g} MB are free on its disk)"
         raise OSError(f"--out {out} cannot be written: {reason}") from error
 
 
-def is_in(path: str | Path, out: Path) -> bool:
-    """Whether a path is in `out`, or in the scratch directory beside it."""
+def is_in_out_or_scratch(path: str | Path, out: Path) -> bool:
+    """Whether a path is in `out` or in the scratch directory next to `out`."""
     target = out.resolve()
-    place = Path(path).resolve()
-    if not place.is_relative_to(target.parent):
+    resolved = Path(path).resolve()
+    if not resolved.is_relative_to(target.parent):
         return False
-    names = place.relative_to(target.parent).parts
+    names = resolved.relative_to(target.parent).parts
     if not names:
         return False
     return names[0] == target.name or names[0].startswith(f".{target.name}-")
 
 
-def put_into_place(result: Path, out: Path) -> None:
+def move_into_place(result: Path, out: Path) -> None:
     """
-    Moves a new directory to `out`.
+    Moves the directory `result` to `out`.
 
-    If `out` exists, only the contents are moved: `out` may be a link, a mount or the current
-    directory.
+    If `out` exists, only the contents of `result` are moved, because `out` may be a link, a mount
+    point or the current directory.
     """
     if not out.exists():
         os.replace(result, out.resolve())
@@ -270,42 +314,44 @@ def put_into_place(result: Path, out: Path) -> None:
         os.replace(part, out / part.name)
 
 
-# ---- the files that are written
+# ---- the output files
 
 
-def fuse(
-    name: str | None,
+def write_merged_model(
+    model_name: str | None,
     adapter: str,
     out: Path,
     run: TrainedRun | None,
     end_tokens: Sequence[str] = (),
 ) -> str:
     """
-    Writes the merged model in its base's dtype; returns a summary.
+    Writes the merged model in the dtype of its base model, and returns a summary.
 
-    run: the run whose prompts the template will render; None leaves the template as it is.
-    end_tokens: further tokens that ended completions in training.
+    If GWEN_DTYPE is set, the merged model is written in that dtype instead.
+    run: the run whose prompts the template will render; if None, the template is not changed.
+    end_tokens: additional tokens that ended completions in training.
     """
-    name, _ = model_choice.choose_model(name, adapter)
+    name, _ = model_choice.choose_model(model_name, adapter)
     if "GWEN_DTYPE" in os.environ:
         dtype = gwen.default_dtype()
     else:
-        dtype = stored_dtype(hub.find_model(name))
+        dtype = stored_weight_dtype(hub.find_model_directory(name))
     model, tokenizer = gwen.load(name, dtype, adapter=adapter, end_tokens=end_tokens)
     note = adapt_template(tokenizer, run) if run else ""
     gwen.save(model, out, tokenizer)
     return f"{name} with {adapter} merged in, {dtype}{note}"
 
 
-def stored_dtype(directory: Path) -> mx.Dtype:
+def stored_weight_dtype(directory: Path) -> mx.Dtype:
     """
     The dtype of a checkpoint's largest floating-point tensor.
 
-    Packed weights are integers; there, only tensors such as scales are floating-point.
+    In a checkpoint of packed weights, which are integers, only tensors such as scales are
+    floating-point.
     """
     link = directory / gguf.LINK
     if link.is_file():
-        tensors = gguf.open_file(link.resolve()).tensors
+        tensors = gguf.open_gguf_file(link.resolve()).tensors
         largest = max(tensors, key=lambda tensor: tensor.n_elements)
         return gguf.WIDE.get(largest.tensor_type.name, mx.float16)
     weights = hub.load_weights(directory).values()
@@ -314,40 +360,42 @@ def stored_dtype(directory: Path) -> mx.Dtype:
 
 
 def adapt_template(tokenizer: Any, run: TrainedRun) -> str:
-    """Makes a tokenizer's template render a run's prompts; returns a note on the change."""
-    change = chat_template.fix_template(tokenizer, run.system, run.config.sampling.thinking)
+    """Makes a tokenizer's template render prompts as in a run, and returns a note for users."""
+    change = chat_template.fix_template_for_other_programs(
+        tokenizer, run.system, run.config.sampling.thinking
+    )
     if not change:
         return run.note
     return (
         f"{run.note}; its chat template has {change}, as in training "
-        "(--keep-template leaves the base's)"
+        "(--keep-template keeps the template of the base model)"
     )
 
 
-def export_peft(name: str | None, adapter: str, out: Path) -> str:
+def write_peft_adapter(model_name: str | None, adapter: str, out: Path) -> str:
     """
-    Writes the adapter alone; returns a summary.
+    Writes only the adapter, in PEFT format, and returns a summary.
 
-    The adapter's configuration names its base, as a path for a bundled model.
+    The written configuration names the base model. A bundled base model is named by its path.
     """
-    matrices = adapters.read_adapter(adapter)
-    base = name or matrices.base
+    matrices = adapters.read_lora_adapter(adapter)
+    base = model_name or matrices.base
     note = ""
     if base:
-        model_choice.warn_of_other_base(adapter, base)
-        if hub.is_gguf(base):
+        model_choice.warn_of_different_base(adapter, base)
+        if hub.is_gguf_model(base):
             note = (
-                f"; other programs do not open {base} as its base: "
-                "give them the whole model, by --fuse"
+                f"; other programs cannot load {base} as the base model, so "
+                "give them the whole model, written with --fuse"
             )
         if base in hub.BUNDLED:
             base = str(hub.BUNDLED[base])
-    adapters.write_peft(matrices._replace(base=base), out)
-    return f"{adapter} for {base}, in the layout of peft{note}"
+    adapters.write_peft_adapter(matrices._replace(base=base), out)
+    return f"{adapter} for {base}, in PEFT format{note}"
 
 
-def export_gguf(
-    name: str | None,
+def write_gguf_and_modelfile(
+    model_name: str | None,
     adapter: str,
     out: Path,
     run: TrainedRun | None,
@@ -356,18 +404,19 @@ def export_gguf(
     end_tokens: Sequence[str] = (),
 ) -> str:
     """
-    Writes the merged model as a GGUF file named after `title`, and a Modelfile; returns a summary.
+    Writes the merged model as a GGUF file, and a Modelfile for Ollama, and returns a summary.
 
-    run, end_tokens: see `fuse`.
+    title: the first part of the GGUF file's name.
+    run, end_tokens: the same as for `write_merged_model`.
     """
-    name, _ = model_choice.choose_model(name, adapter)
-    model_choice.warn_of_other_base(adapter, name)
-    directory = hub.find_model(name)
+    name, _ = model_choice.choose_model(model_name, adapter)
+    model_choice.warn_of_different_base(adapter, name)
+    directory = hub.find_model_directory(name)
     model = gwen.load_model(directory, mx.float32, adapter, lazy=True)
     tokenizer = hub.load_tokenizer(directory)
-    config = model_choice.with_all_end_tokens(model.config, tokenizer, name, end_tokens)
+    config = model_choice.copy_with_all_end_tokens(model.config, tokenizer, name, end_tokens)
     weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
-    del model  # so that memory holds only the one matrix that the writer reads at a time
+    del model  # afterwards, only the matrix that the writer currently reads is in memory
     note = adapt_template(tokenizer, run) if run else ""
     summary = gguf_writer.write_gguf(out, title, weights, config, tokenizer, bits)
     run_config = run.config if run else None

@@ -1,9 +1,9 @@
 """
-Flags: how a command reads its settings, and how it reports a user's mistake in one line.
+Parses the flags of commands, and reports a user's mistake in a single line.
 
-A setting is a dataclass field that `setting` declares with a help text and a range. This file does
-not cover the settings themselves (config.py), YAML files (text/documents.py) or the names that
-other programs use (text/foreign_names.py).
+A setting is a dataclass field that the function `setting` declares, with a help text and a range.
+The settings are in config.py. text/documents.py reads YAML files, and text/foreign_names.py
+translates names from TRL.
 """
 
 import argparse
@@ -24,23 +24,23 @@ from text.printable import CONTROL, escape_invisible, make_printable
 
 # ---- files that cannot be read or written
 
-LEAST_FREE = 2**16  # a disk with fewer free bytes than this counts as full
+MIN_FREE_BYTES = 2**16  # a disk with fewer free bytes than this counts as full
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FIXES = {
     **dict.fromkeys(FULL, "make room there, or choose another disk"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its rights, or choose another place"),
-    errno.EROFS: "choose another place",
-    errno.EFBIG: "choose a disk that takes larger files",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose another path"),
+    errno.EROFS: "choose another path",
+    errno.EFBIG: "choose a disk that allows larger files",
 }
 
 
 @contextlib.contextmanager
-def names_path(path: str | Path) -> Iterator[None]:
+def add_path_to_os_errors(path: str | Path) -> Iterator[None]:
     """
-    Add `path` to every OSError raised inside the block that names no file.
+    Add `path` to each OSError that is raised inside the block and does not name a file.
 
-    The error of a failed write, for example to a full disk, does not name its file. Nor does a
-    tokenizer's error, a bare Exception that ends in "(os error 28)" and becomes an OSError here.
+    For example, an error from writing to a full disk names no file. The tokenizers library raises a
+    plain Exception whose message ends in "(os error 28)"; it is replaced by an OSError with `path`.
     """
     try:
         yield
@@ -56,91 +56,95 @@ def names_path(path: str | Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def os_error_line(error: OSError) -> str:
-    """A system error's path and what is wrong there, such as "runs/x/lock: Permission denied"."""
+def describe_os_error(error: OSError) -> str:
+    """The path and the message of an OSError, such as "runs/x/lock: Permission denied"."""
     if not error.strerror:
         return str(error)
     path = error.filename if error.filename2 is None else error.filename2
     return error.strerror if path is None else f"{path}: {error.strerror}"
 
 
-def line_of(error: BaseException) -> str:
-    """An error's message. For a system error it also says what to do."""
+def message_with_advice(error: BaseException) -> str:
+    """The message of an error. For an OSError, advice on what to do is added."""
     if not isinstance(error, OSError):
         return str(error)
-    line = os_error_line(error)
+    line = describe_os_error(error)
     fix = FIXES.get(error.errno or 0)
     return f"{line}; {fix}" if fix else line
 
 
 def refuse_unwritable_file(flag: str, path: Path) -> None:
     """
-    Check that a command can write its results to a file, before it does the work.
+    Raise ValueError if a command will not be able to write its results to a file.
 
-    A new file is created and removed again. Nothing is written to an existing file, because it may
-    hold results, and nothing to a pipe or terminal. A device such as /dev/full gets an empty line.
+    A new file is created and removed again. Nothing is written to a pipe, to a terminal, or to an
+    existing file, which may contain results. An empty line is written to another device, such as
+    /dev/full.
 
-    Raises ValueError if the file cannot be written.
+    flag: the flag that names the file, for the error message.
     """
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir():
         raise ValueError(
-            f"{flag} {path} is no file in an existing directory; make the directory first"
+            f"{flag} {path} is not the path of a file in an existing directory; "
+            "give the path of a file, and make the directory first"
         )
     is_new = not os.path.lexists(path)
     try:
         if is_new or path.is_file():
             path.open("ab").close()
-            refuse_full_disk(flag, path, folder, LEAST_FREE)
+            refuse_full_disk(flag, path, folder, MIN_FREE_BYTES)
         elif not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         elif path.is_char_device():
-            with names_path(path), path.open("w") as device:
+            with add_path_to_os_errors(path), path.open("w") as device:
                 if not device.isatty():
                     device.write("\n")
     except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be written: {line_of(error)}") from error
+        raise ValueError(
+            f"{flag} {path} cannot be written: {message_with_advice(error)}"
+        ) from error
     finally:
         if is_new:
             path.unlink(missing_ok=True)
 
 
-def refuse_full_disk(flag: str, path: Path, folder: Path, num_bytes: int) -> None:
-    """Raise ValueError if a folder's disk has fewer than `num_bytes` free for writing `path`."""
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        free_mb = free / 1e6
-        needed_mb = num_bytes / 1e6
+def refuse_full_disk(flag: str, path: Path, folder: Path, needed_bytes: int) -> None:
+    """Raise ValueError if the disk of a folder has fewer free bytes than writing `path` needs."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        free_mb = free_bytes / 1e6
+        needed_mb = needed_bytes / 1e6
         raise ValueError(
-            f"{flag} {path}: {free_mb:.3g} MB are free there, and at least {needed_mb:.3g} MB are "
-            "needed; make room, or choose another disk"
+            f"{flag} {path} needs at least {needed_mb:.3g} MB, but the disk has only "
+            f"{free_mb:.3g} MB free; make room, or choose another disk"
         )
 
 
 # ---- a command
 
 
-def exit_with_error(message: object, most: int = 900) -> NoReturn:
+def exit_with_error(message: object, max_length: int = 900) -> NoReturn:
     """
-    End the process after a user's mistake, with one line on stderr and exit status 2.
+    Print one line on stderr and end the process with exit status 2.
 
-    message: a text or an error. For a system error, the line names the file and says what to do.
-    most: the maximum number of characters in the line; a longer line is shortened in the middle.
+    message: a text or an error. For an OSError, the line names the file and advises what to do.
+    max_length: a line with more characters than this is shortened in the middle.
     """
-    text = line_of(message) if isinstance(message, BaseException) else str(message)
+    text = message_with_advice(message) if isinstance(message, BaseException) else str(message)
     line = make_printable(" ".join(text.split("\n")))
-    if len(line) >= most:
-        line = f"{line[: most - 300]} \u2026 {line[-250:]}"
+    if len(line) >= max_length:
+        line = f"{line[: max_length - 300]} \u2026 {line[-250:]}"
     print("error:", line, file=sys.stderr)
     sys.exit(2)
 
 
 @contextlib.contextmanager
-def report_mistakes() -> Iterator[None]:
+def exit_on_mistakes() -> Iterator[None]:
     """
-    End the process with one line if ValueError or OSError is raised inside the block.
+    If ValueError or OSError is raised inside the block, print it in one line and end the process.
 
-    It also works as a decorator.
+    This function can also be used as a decorator.
     """
     try:
         yield
@@ -149,84 +153,91 @@ def report_mistakes() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses a command's flags. Reports mistakes in one line, with the nearest valid flag."""
+    """A parser of flags that reports a mistake in one line and suggests the nearest valid flag."""
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
-        self.register("type", None, _parse_text)
-        self.register("type", Path, lambda value: Path(_parse_text(value)))
+        self.register("type", None, _check_flag_value)
+        self.register("type", Path, lambda value: Path(_check_flag_value(value)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse flags like argparse, but also accept underscores in the names of flags."""
         words = list(sys.argv[1:] if args is None else args)
-        for place, word in enumerate(words):
-            if word.endswith("=--"):  # Python 3.11 reads this as an empty list
-                self.error(f"{word}: -- is no value")
+        for index, word in enumerate(words):
+            if word.endswith("=--"):  # Python 3.11 would parse this word as an empty list
+                self.error(f"{word}: the value must not be --")
             name, equals, value = word.partition("=")
             if name.startswith("--"):
-                flag = flag_of(name[2:])  # TRL's flags have underscores
+                flag = flag_of(name[2:])  # flags of TRL contain underscores
                 if flag in self._option_string_actions:
-                    words[place] = flag + equals + value
+                    words[index] = flag + equals + value
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
+        """Print a mistake in the flags in one line, and end the process."""
         words = message.partition("unrecognized arguments: ")[2].split()
         if words:
-            # long enough for every flag of a TRL script
-            exit_with_error(self._explain_unknown_flags(words), most=6000)
+            # This length is enough for all flags of a TRL script.
+            exit_with_error(self._explain_unknown_flags(words), max_length=6000)
         message = message.replace("invalid int value:", "not a whole number:")
         message = message.replace("invalid float value:", "not a number:")
         exit_with_error(message.removeprefix("argument "))
 
     def _explain_unknown_flags(self, words: list[str]) -> str:
-        """Advice on each unknown flag among the words that could not be parsed."""
+        """Return a sentence with advice for each unknown flag in words that were not parsed."""
         valid_flags = [flag for action in self._actions for flag in action.option_strings]
         unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")]
         if not unknown:
             unknown = [words[0][:80]]
         sentences = []
         for flag in unknown:
-            advice = suggest_name(flag, valid_flags) or "--help lists them"
-            sentences.append(f"{flag} is no flag of {self.prog}; {advice}")
+            advice = suggest_name(flag, valid_flags) or "--help lists the valid flags"
+            sentences.append(f"{flag} is not a flag of {self.prog}; {advice}")
         return ". ".join(dict.fromkeys(sentences))
 
 
-def _parse_text(value: str) -> str:
+def _check_flag_value(text: str) -> str:
     """
-    The text that was given to a flag.
+    Return the text that was given to a flag, after checking that it is usable.
 
-    Refuses an empty text, because it comes from an unset shell variable and does not mean the
-    default. Refuses control characters, because a terminal obeys them wherever the text is shown.
+    An empty text is an error, because it usually comes from a shell variable that is not set. A
+    control character is an error, because a terminal would act on it whenever the text is printed.
     """
-    if not value.strip():
-        raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
-    if CONTROL.search(value):
-        raise argparse.ArgumentTypeError(f"{value!r:.60} holds a control character; remove it")
-    return value
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is empty; give a value or leave the flag out")
+    if CONTROL.search(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.60} contains a control character; remove the control character"
+        )
+    return text
 
 
-# Bash passes "\n" as a backslash and an n. `\tan` and `\rho` are LaTeX; no stop text begins with
-# \nabla.
+# In Bash, "\n" is a backslash and the letter n. LaTeX has commands such as `\tan` and `\rho`, so \t
+# and \r are escapes only if no letter follows. `\n` is always an escape.
 _ESCAPE = re.compile(
     r"\\(\\[ntrxu]|n|[tr](?![A-Za-z])|x[0-7][0-9a-fA-F]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})"
 )
 _MAYBE_LATEX = re.compile(r"\\[tr](?=[A-Za-z])")
-_CHARACTERS = {"n": ("\n", "a line end"), "t": ("\t", "a tab"), "r": ("\r", "a carriage return")}
+_CHARACTERS = {"n": ("\n", "a line break"), "t": ("\t", "a tab"), "r": ("\r", "a carriage return")}
 
 
-def stop_text(word: str) -> str:
+def parse_stop_text(word: str) -> str:
     r"""
-    A stop text from a flag, with its escapes replaced. Prints a line on stderr for each escape.
+    Return a stop text from a flag, with escapes such as `\n` replaced by the characters they mean.
 
-    A shell passes "\n" as a backslash and an n, and the user means a line end. `\x0a` and
-    `\u000a` are replaced too, and so are `\t` and `\r`, except before a letter, where they may
-    begin a LaTeX command such as `\text`. `\\n` stands for the two characters themselves.
+    A shell passes "\n" as a backslash and the letter n, but the user means a line break. The other
+    escapes are `\x0a`, `\u000a`, `\t` and `\r`. `\t` and `\r` are not replaced before a letter,
+    because they may begin a LaTeX command such as `\text`. `\\n` is replaced by a backslash and the
+    letter n.
+
+    Prints a line on stderr for each escape.
     """
     notes = {
-        escape: "is kept as these two characters; $'...' in bash makes others"
+        escape: "is used as two characters; to give a control character in Bash, write $'...'"
         for escape in _MAYBE_LATEX.findall(word)
     }
 
-    def read_escape(match: re.Match[str]) -> str:
+    def replace_escape(match: re.Match[str]) -> str:
         code = match[1]
         if code[0] == "\\":
             return code
@@ -236,17 +247,19 @@ def stop_text(word: str) -> str:
             number = int(code[1:], 16)
             character = chr(number)
             name = f"U+{number:04X}"
-        notes[match[0]] = f"is read as {name}; write \\{match[0]} for the characters themselves"
+        notes[match[0]] = (
+            f"is replaced by {name}; write \\{match[0]} if you mean a backslash and {code}"
+        )
         return character
 
-    text = _ESCAPE.sub(read_escape, word)
+    text = _ESCAPE.sub(replace_escape, word)
     for escape, note in notes.items():
         print(escape_invisible(f"--stop {word:.60}: {escape} {note}"), file=sys.stderr)
     return text
 
 
 def parse_seeds(text: str) -> int | list[int]:
-    """The number of seeds that a text such as "3" gives, or the seeds that "1,2,5" lists."""
+    """Return the number of seeds for a text such as "3", or a list of seeds for "1,2,5"."""
     numbers = []
     for part in text.removesuffix(",").split(","):
         is_number = part.isascii() and part.isdecimal()
@@ -257,71 +270,73 @@ def parse_seeds(text: str) -> int | list[int]:
     if "," in text and -1 not in numbers and len(set(numbers)) == len(numbers):
         return numbers
     raise argparse.ArgumentTypeError(
-        f"{text!r:.60} is no number of seeds up to 1000, nor a list of them as 1,2,5"
+        f"{text!r:.60} is neither a number of seeds from 1 to 1000 nor a list of different seeds, "
+        "such as 1,2,5"
     )
 
 
 def flag_of(name: str) -> str:
-    """The flag for a setting's name: "--judge-mode" for "judge_mode"."""
+    """The flag for the name of a setting, such as "--judge-mode" for "judge_mode"."""
     return "--" + name.replace("_", "-")
 
 
 def explain_missing_run(folder: str | Path) -> str:
-    """The reason why a directory is not a run, and what to do."""
+    """Explain why a directory is not the directory of a run, and advise what to do."""
     if any(Path(folder).glob("seed-*/config.yaml")):
         return (
-            "it holds a run for each seed; name one, as seed-0, or repeat the command of --seeds "
-            "to go on with them"
+            "this directory contains a run for each seed; give the directory of one run, such as "
+            "seed-0, or repeat the command with --seeds to continue all runs"
         )
-    return "no config.yaml there; give the directory of a run"
+    return "this directory contains no config.yaml; give the directory of a run"
 
 
-def check_least(args: argparse.Namespace, **least: float) -> None:
+def check_minimums(args: argparse.Namespace, **minimums: float) -> None:
     """
-    Check that each flag has at least the given value and is below 2^64. None and "auto" pass.
+    Raise ValueError if the value of a flag is below its minimum or is not below 2^64.
 
-    Raises ValueError that names the flag.
+    None and "auto" are always accepted.
     """
-    for name, low in least.items():
+    for name, low in minimums.items():
         value = getattr(args, name)
         if value not in (None, "auto") and not low <= value < 2**64:
             limit = f"at least {low}" if value < low else "finite and below 2^64"
             raise ValueError(f"{flag_of(name)} is {value}; it must be {limit}")
 
 
-# ---- fields that are flags
+# ---- dataclass fields that define flags
 
 
-def setting(default: Any, text: str, **metadata: Any) -> Any:
+def setting(default: Any, help_text: str, **metadata: Any) -> Any:
     """
-    Declare a field with its help text.
+    Declare a dataclass field that defines a setting and its flag.
 
-    default: a value, or a function that makes it.
-    metadata: optionally `low`, `high`, `parse` (a function for each of the flag's words),
-        `metavar`, and the metadata that config.py describes.
+    default: the default value, or a function that returns the default value.
+    metadata: `low` and `high`, the allowed range; `parse`, a function that parses each word of the
+        flag; `metavar`, the name of the value in --help; and the metadata that config.py documents.
+        All are optional.
     """
-    metadata = {"help": text, **metadata}
+    metadata = {"help": help_text, **metadata}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-USER_FUNCTION = "FILE.py:function"  # the choice that stands for a user's own function
+USER_FUNCTION = "FILE.py:function"  # the choice in --help for a user's own function
 
 
 class Setting(NamedTuple):
-    """A field in a group of settings. The key `judge_mode` has the flag `--judge-mode`."""
+    """A setting of a run: its name, its group, and the dataclass field that declares it."""
 
-    key: str
-    group: str  # the name of the group's field in `Config`
-    title: str  # the group's title in --help
+    key: str  # the name of the setting, such as `judge_mode` for the flag --judge-mode
+    group: str  # the name of the group in `Config`
+    title: str  # the title of the group in --help
     field: dataclasses.Field[Any]
-    used_by: str | None = None  # the kind of runs that use it; None: all
-    later: bool = False  # whether a resumed run may change it
+    used_by: str | None = None  # the kind of runs that use the setting; None: all runs
+    later: bool = False  # whether a resumed run may change the setting
 
     @property
-    def kind(self) -> Any:
-        """The type without None: `list` or `dict` for several values, `str` for choices."""
+    def value_type(self) -> Any:
+        """The type of the setting, leaving out None: `list`, `dict`, or a type such as `str`."""
         origin = get_origin(self.field.type)
         args = get_args(self.field.type)
         if type(None) in args:
@@ -332,65 +347,70 @@ class Setting(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words, with USER_FUNCTION if a function is allowed; () if any text is."""
-        kind = get_args(self.field.type)[0] if self.kind is list else self.field.type
-        if get_origin(kind) is not Literal:
+        """
+        The values that are allowed, with USER_FUNCTION if the user may give a function.
+
+        Returns () if the setting has no list of allowed values.
+        """
+        item_type = get_args(self.field.type)[0] if self.value_type is list else self.field.type
+        if get_origin(item_type) is not Literal:
             return ()
-        words = get_args(kind)
+        words = get_args(item_type)
         return (*words, USER_FUNCTION) if self.field.metadata.get("function") else words
 
     @property
-    def is_automatic(self) -> bool:
-        """Whether `auto` stands for None: the value is decided later."""
+    def accepts_auto(self) -> bool:
+        """Whether the user may write `auto` for None, so that Gwen chooses the value later."""
         return self.field.type == (int | None)
 
     @property
     def default(self) -> Any:
+        """The default value of the setting."""
         make = self.field.default_factory
         return self.field.default if make is dataclasses.MISSING else make()
 
     @property
-    def shown_default(self) -> str:
-        """The default as a user would write it; "" if there is nothing to write."""
+    def default_as_text(self) -> str:
+        """The default value as text for --help; "" if the default is empty."""
         default = self.default
-        if self.is_automatic and default is None:
+        if self.accepts_auto and default is None:
             return "auto"
-        if self.is_automatic or self.kind is bool:
+        if self.accepts_auto or self.value_type is bool:
             return "on" if default else "off"
-        if self.kind in (list, dict):
+        if self.value_type in (list, dict):
             return " ".join(default or ())
         return "" if default is None else str(default)
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, settings: Iterable[Setting], everything: bool = True
+    parser: argparse.ArgumentParser, settings: Iterable[Setting], show_all: bool = True
 ) -> None:
     """
-    Add a flag for each setting, in groups. The value of a flag that is not given is None.
+    Add a flag to the parser for each setting. If a flag is not given, its value is None.
 
-    everything: whether --help shows all flags.
+    show_all: whether --help shows all flags, or only the flags that are marked with `first`.
     """
     groups: dict[str, Any] = {}
     for setting in settings:
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(setting.title)
-        _add_flag(groups[setting.group], setting, everything)
+        _add_flag(groups[setting.group], setting, show_all)
 
 
-def _add_flag(group: Any, setting: Setting, everything: bool) -> None:
+def _add_flag(group: Any, setting: Setting, show_all: bool) -> None:
     metadata = setting.field.metadata
     names = (setting.key, *metadata.get("also", ()))
     flags = [flag_of(name) for name in names]
 
     text = argparse.SUPPRESS
-    if everything or metadata.get("first"):
+    if show_all or metadata.get("first"):
         text = metadata["help"]
-        default = setting.shown_default
+        default = setting.default_as_text
         if default:
             text += f" (default: {default})"
         text = text.replace("%", "%%")
 
-    if setting.kind is bool:
+    if setting.value_type is bool:
         switch = argparse.BooleanOptionalAction
         group.add_argument(*flags, dest=setting.key, default=None, help=text, action=switch)
         return
@@ -405,84 +425,98 @@ def _add_flag(group: Any, setting: Setting, everything: bool) -> None:
         help=text,
         type=metadata.get("parse"),
         metavar=metavar,
-        nargs="+" if setting.kind in (list, dict) else None,
+        nargs="+" if setting.value_type in (list, dict) else None,
     )
 
 
-KIND_NAMES = {
+TYPE_NAMES = {
     int: "a whole number",
     float: "a finite number",
     str: "a text",
     bool: "true or false",
     list: "a list of texts",
-    dict: "finite numbers by name, as correct=1,rubric=0.5",
+    dict: "finite numbers by name, such as correct=1,rubric=0.5",
 }
 
 
 def parse_setting(setting: Setting, value: Any) -> Any:
     """
-    Convert a flag's text, a YAML value or an argument to the setting's type, and check it.
+    Convert the value of a setting to the type of the setting, and check the value.
 
-    Words from TRL are translated, and where a list is needed a single text counts as a list of one.
+    Values from TRL are translated. If the type is `list`, a single text becomes a list of one text.
 
-    Raises ValueError that names the flag if the value has the wrong type, is out of range or is not
-    among the choices.
+    value: the text of a flag, a value from YAML, or an argument of a Python function.
+
+    Raises ValueError if the value has the wrong type, is out of range or is not among the choices.
     """
     is_optional = type(None) in get_args(setting.field.type)
-    if is_optional and (value is None or (setting.is_automatic and value == "auto")):
+    if is_optional and (value is None or (setting.accepts_auto and value == "auto")):
         return None
 
-    kind = setting.kind
+    value_type = setting.value_type
     try:
-        if kind is list:
+        if value_type is list:
             parsed = _parse_list(setting.key, value)
         else:
-            parsed = _convert(kind, _from_trl_value(setting.key, value))
+            parsed = _convert_strictly(value_type, _translate_trl_value(setting.key, value))
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise _value_error(setting, value, KIND_NAMES[kind]) from error
+        raise _make_value_error(setting, value, TYPE_NAMES[value_type]) from error
 
-    if kind is list:
+    if value_type is list:
         for text in parsed:
-            _check_text(setting, text, value)
-    elif kind is str:
-        _check_text(setting, parsed, value)
+            _check_text_or_choice(setting, text, value)
+    elif value_type is str:
+        _check_text_or_choice(setting, parsed, value)
     _check_range(setting, parsed)
     return parsed
 
 
 def _parse_list(key: str, value: Any) -> list[Any]:
+    """Return the value of a list setting as a list, with translated TRL values."""
     values = [value] if isinstance(value, str) else value
-    translated = [_from_trl_value(key, item) for item in _convert(list, values)]
+    translated = [_translate_trl_value(key, item) for item in _convert_strictly(list, values)]
     return [item for item in translated if item is not None]
 
 
-def _check_text(setting: Setting, text: Any, value: Any) -> None:
-    """Raise ValueError if `text` is no str, holds control characters or is no valid choice."""
+def _check_text_or_choice(setting: Setting, text: Any, whole_value: Any) -> None:
+    """
+    Raise ValueError if `text` is not a str, has control characters or is not an allowed choice.
+
+    whole_value: the value that the user gave, of which `text` may be one item.
+    """
     if not isinstance(text, str):
-        raise _value_error(setting, value, KIND_NAMES[setting.kind])
+        raise _make_value_error(setting, whole_value, TYPE_NAMES[setting.value_type])
     if CONTROL.search(text):
         raise ValueError(
-            f"{flag_of(setting.key)} is {text!r:.60}; it must hold no control characters"
+            f"{flag_of(setting.key)} is {text!r:.60}; it must not contain control characters"
         )
     choices = setting.choices
     is_function = USER_FUNCTION in choices and ":" in text
     if choices and text not in choices and not is_function:
         words = ", ".join(choices)
-        raise _value_error(setting, text, f"one of {words}")
+        raise _make_value_error(setting, text, f"one of {words}")
 
 
 def _check_range(setting: Setting, value: Any) -> None:
-    """Raise ValueError if a value is below `low` or above `high`, for an int 2^31 by default."""
+    """
+    Raise ValueError if the value of a setting is out of range.
+
+    The metadata contain the range as `low` and `high`. For an int, the default of `high` is 2^31.
+    """
     low = setting.field.metadata.get("low")
-    high = setting.field.metadata.get("high", 2**31 if setting.kind is int else None)
+    high = setting.field.metadata.get("high", 2**31 if setting.value_type is int else None)
     if low is not None and value < low:
-        raise _value_error(setting, value, f"at least {low}")
+        raise _make_value_error(setting, value, f"at least {low}")
     if high is not None and value > high:
-        raise _value_error(setting, value, f"at most {high}")
+        raise _make_value_error(setting, value, f"at most {high}")
 
 
-def _value_error(setting: Setting, value: Any, must_be: str) -> ValueError:
-    """The error about a value, with an explanation if the value is one that TRL uses."""
+def _make_value_error(setting: Setting, value: Any, must_be: str) -> ValueError:
+    """
+    Return an error which says that the setting has this value but "must be" something else.
+
+    If TRL uses the value, the error also explains what to use instead.
+    """
     message = f"{flag_of(setting.key)} is {reprlib.repr(value)}; it must be {must_be}"
     trl_value = f"{setting.key} {value}".lower()
     row = load_foreign_names()["values"].get(trl_value)
@@ -492,37 +526,42 @@ def _value_error(setting: Setting, value: Any, must_be: str) -> ValueError:
     return ValueError(message)
 
 
-def _convert(kind: Any, value: Any) -> Any:
+def _convert_strictly(target_type: Any, value: Any) -> Any:
     """
-    A value, which may be given as text, converted to a type. Bools and infinities are not numbers.
+    Convert the text of a number to int or float, and check that any other value has the type.
 
-    Raises ValueError if the value does not have the type.
+    Raises ValueError if the value does not have the type. A bool or an infinite value is not
+    accepted as a number.
     """
-    if kind is dict:
-        return _convert_weights(value)
+    if target_type is dict:
+        return _parse_numbers_by_name(value)
 
-    is_number_text = isinstance(value, str) and kind in (int, float)
-    converted = kind(value) if is_number_text else value
-    is_whole_float = kind is float and type(converted) is int
-    if type(converted) is not kind and not is_whole_float:
+    is_number_text = isinstance(value, str) and target_type in (int, float)
+    converted = target_type(value) if is_number_text else value
+    is_whole_float = target_type is float and type(converted) is int
+    if type(converted) is not target_type and not is_whole_float:
         raise ValueError
-    if kind is float and not abs(converted) < 1e300:  # also refuses nan and huge integers
+    if target_type is float and not abs(converted) < 1e300:  # also refuses nan and huge integers
         raise ValueError
     return converted
 
 
-def _convert_weights(value: Any) -> dict[str, float]:
-    """Numbers by name, from a dictionary, a text such as `a=1,b=2`, or a list of such texts."""
+def _parse_numbers_by_name(value: Any) -> dict[str, float]:
+    """Return numbers by name, from a dictionary, a text such as `a=1,b=2`, or a list of texts."""
     if isinstance(value, dict):
         pairs = list(value.items())
     else:
         words = value if isinstance(value, str) else ",".join(value)
         pairs = [part.partition("=")[::2] for part in words.split(",")]
-    return {name.strip(): _convert(float, number) for name, number in pairs}
+    return {name.strip(): _convert_strictly(float, number) for name, number in pairs}
 
 
-def _from_trl_value(key: str, value: Any) -> Any:
-    """The value, translated if the table lists it as TRL's; None if it is our default anyway."""
+def _translate_trl_value(key: str, value: Any) -> Any:
+    """
+    Translate a value that TRL uses for a setting. Other values are returned unchanged.
+
+    Returns None if the TRL value means what Gwen does by default.
+    """
     row = load_foreign_names()["values"].get(f"{key} {str(value).lower()}")
     if row is None:
         return value

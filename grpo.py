@@ -1,14 +1,14 @@
 """
-GRPO: the trainer's arithmetic. Every function takes arrays and returns arrays.
+GRPO: the arithmetic of the trainer. Every function takes arrays and returns arrays.
 
 This file uses no model, tokenizer, clock or file, so every line can be checked by hand.
-step/loss.py calls it with a model's log-probabilities.
+step/loss.py calls these functions with a model's log-probabilities.
 
-`LOSSES` maps each loss's name to its function of `Tokens` and `Objective`. A step's loss is the sum
-over its micro-batches. How the step is cut into micro-batches does not matter, because the divisors
-count the whole step.
+`LOSSES` maps the name of each loss to a function of `Tokens` and `Objective`. The loss of a step is
+the sum of the losses of its micro-batches. It does not matter how the step is divided into
+micro-batches, because every average divides by a count over the whole step.
 
-Axes: B prompts in a step, G completions of each prompt, N = B * G rows, M rows of a micro-batch,
+Axes: B prompts per step, G completions per prompt, N = B * G rows, M rows in a micro-batch,
 T completion positions, K rewards or turns.
 """
 
@@ -18,65 +18,79 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-# slopes of SAPO's gate: for positive advantages, and for all others; arXiv:2511.20347
+# The steepness of SAPO's gate for positive advantages, and for all other advantages. Source:
+# arXiv:2511.20347.
 SAPO_TEMPERATURES = (1.0, 1.05)
-# a group's rewards are noise if their range is below this fraction of the step's deviation
+# The rewards of a group count as noise if their range is at most this fraction of the standard
+# deviation of the step's rewards.
 SIGNAL_FLOOR = 0.01
-# e^80 is finite in float32; e^89 is inf, and its gradient through a clip is 0 * inf = nan
+# e^80 is finite in float32, but e^89 is inf, and its gradient through a clip is 0 * inf = nan
 LARGEST_LOG_RATIO = 80.0
-# A token that the reference finds e^9 times likelier has a KL term of 8093 and a slope of 8102.
-# Beyond that, both stay at these values. Otherwise the exponentials of a few tokens would dominate
-# the whole step's loss, and from e^89 on they would be infinite.
+# If a token is e^9 times likelier under the reference than under the policy, its KL term is 8093
+# and the slope of the term is 8102. For larger ratios, term and slope keep these values. Otherwise
+# the exponentials of a few tokens would dominate the loss of the whole step, and from e^89 on they
+# would be infinite.
 LARGEST_KL_LOG_RATIO = 9.0
-SMALLEST_DEVIATION = 1e-4  # added to every deviation that is used as a divisor
+SMALLEST_DEVIATION = 1e-4  # added to every standard deviation that is used as a divisor
 
 
 class Objective(NamedTuple):
-    """How to compute a token's loss and how to aggregate a step's losses. Names follow TRL."""
+    """
+    The settings for computing the loss of each token and averaging it over a step.
 
-    loss_type: str = "dapo"  # see LOSSES
+    The fields have the names that TRL uses.
+    """
+
+    loss_type: str = "dapo"  # a key of LOSSES
     importance_sampling_level: str = "token"  # see `importance_ratio`
-    epsilon: float = 0.2  # lower clip of the ratio: 1 - epsilon
-    # upper clip of the ratio: 1 + epsilon_high; None means epsilon. For cispo it caps the ratio.
+    epsilon: float = 0.2  # the ratio is clipped below at 1 - epsilon
+
+    # The ratio is clipped above at 1 + epsilon_high; for cispo, at epsilon_high. None stands for
+    # the value of epsilon.
     epsilon_high: float | None = None
     beta: float = 0.0  # weight of the KL term
-    max_tokens: int | None = None  # the constant that dr_grpo divides by
+    max_tokens: int | None = None  # the number of tokens per row by which dr_grpo divides
 
     @property
-    def upper(self) -> float:
-        """`epsilon_high` as a number."""
+    def effective_epsilon_high(self) -> float:
+        """`epsilon_high`, or `epsilon` if `epsilon_high` is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 class Tokens(NamedTuple):
     """
-    The tokens of a micro-batch, as a loss sees them.
+    The tokens of a micro-batch, with all values that a loss function may use.
 
-    Arrays are (M, T) float32 unless a field says otherwise. Values are arbitrary where the mask is
-    0.
+    Arrays are (M, T) float32 unless a comment says otherwise. Values at padding are arbitrary.
     """
 
-    logprobs: mx.array  # nats under the policy, with gradient
-    old_logprobs: mx.array  # nats under the policy before the update
-    advantages: mx.array  # (M,); or (M, T) if a row's tokens have different advantages
-    mask: mx.array  # 1 = counted, 0 = padding
-    ref_logprobs: mx.array | None = None  # nats under the reference; None without a KL term
-    # number of counted tokens in the whole step; None: only these rows are counted
+    logprobs: mx.array  # log-probabilities under the policy, in nats, with a gradient
+    old_logprobs: mx.array  # log-probabilities under the policy before the update, in nats
+    advantages: mx.array  # (M,); or (M, T) if the tokens of a row have different advantages
+    mask: mx.array  # 1 for a token that counts in the loss, 0 for padding
+
+    # log-probabilities under the reference, in nats; None if there is no KL term
+    ref_logprobs: mx.array | None = None
+    # the number of counted tokens in the whole step; None if these rows are the whole step
     num_items: float | None = None
-    num_rows: float | None = None  # number of rows in the whole step; None: only these rows
-    divergences: mx.array | None = None  # teacher from policy, with gradient; for "distill"
-    # (M, 1), how many tokens each token represents in sums; above 1 only where the advantage is 0
+    # the number of rows in the whole step; None if these rows are the whole step
+    num_rows: float | None = None
+    # the divergence between teacher and policy at each token, with a gradient; for "distill" only
+    divergences: mx.array | None = None
+    # (M, 1): the number of tokens that each token represents in statistics; above 1 only if the
+    # advantage is 0
     weights: mx.array | None = None
-    entropies: mx.array | None = None  # of the policy's distributions, in nats, without gradient
-    # nats, as the sampler recorded them; None for given replies
+    entropies: mx.array | None = None  # entropies of the policy, in nats, without a gradient
+
+    # log-probabilities recorded by the sampler, in nats; None for given replies
     sampled_logprobs: mx.array | None = None
 
 
 class Loss(NamedTuple):
-    """A micro-batch's part of a step's loss, and its statistics."""
+    """The contribution of one micro-batch to the loss and the statistics of a step."""
 
     value: mx.array  # ()
-    sums: dict[str, mx.array]  # sums over the counted tokens, each a scalar ()
+    sums: dict[str, mx.array]  # statistics summed over the counted tokens, each a scalar ()
 
 
 LossFunction = Callable[[Tokens, Objective], Loss]
@@ -89,41 +103,45 @@ def group_advantages(
     rewards: np.ndarray, scale: str = "group", baseline: str = "group", signal_floor: float = 0.0
 ) -> np.ndarray:
     """
-    How much better each completion is than the baseline, (B, G) float64 -> (B, G) float32.
+    The advantage of each completion over a baseline, (B, G) float64 -> (B, G) float32.
 
     A group with fewer than G completions is filled up with nan rewards, whose advantages are 0.
 
-    baseline: the set of completions whose mean reward is the baseline. "group": the completion's
-    group. "rloo": the other completions in its group. "reinforce": the whole step.
+    baseline: the completions whose mean reward is the baseline. "group" means all completions in
+    the same group, "rloo" means the other completions in the same group, and "reinforce" means all
+    completions in the step.
 
-    scale: the divisor. "group": the group's standard deviation (GRPO). "batch": the step's standard
-    deviation. "mean": the group's mean (MaxRL); if rewards are 1 for right and 0 for wrong, the
-    result is the gradient of log p to order G - 1. This divisor is at least a G-th of the group's
-    range, so that for other rewards no advantage exceeds G. "none": 1 (Dr. GRPO, RLOO).
+    scale: the number by which the differences from the baseline are divided. "group" means the
+    standard deviation of the group (GRPO), "batch" means the standard deviation of the step, "mean"
+    means the mean reward of the group (MaxRL), and "none" means 1 (RLOO). With "mean", if every
+    reward is 0 or 1, the expected gradient is that of log p to order G - 1, where p is the
+    probability of a right answer. For other rewards, the divisor is raised to at least 1 / G of the
+    range of the group's rewards, so that no advantage exceeds G.
 
-    signal_floor: a group (with "reinforce", a step) is noise and gets exactly 0 if the range of its
-    rewards is at most this fraction of (the step's deviation + SMALLEST_DEVIATION). Equal rewards
-    get exactly 0 whatever the floor.
+    signal_floor: the largest range of rewards that counts as noise, as a fraction of (the standard
+    deviation of the step + SMALLEST_DEVIATION). All advantages in a group with such a small range
+    (in the whole step for "reinforce") are exactly 0. Equal rewards always get exactly 0.
 
-    Each reward's offset from a first reward is used, because a large common offset, as in seconds
-    since 1970, would otherwise drown the differences in rounding.
+    The first reward is subtracted from all rewards. Otherwise rounding would erase the differences
+    between rewards that share a large offset, such as the number of seconds since 1970.
 
-    Source: DeepSeekMath, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; batch:
-    arXiv:2508.08221; RLOO: arXiv:2402.14740, eq. 7; the step's mean: REINFORCE++,
-    arXiv:2501.03262; MaxRL: arXiv:2602.02710.
+    Sources: Dr. GRPO (scale "none"), arXiv:2503.20783; DeepSeekMath (scale "group"),
+    arXiv:2402.03300, 4.1.2; scale "batch", arXiv:2508.08221; MaxRL (scale "mean"),
+    arXiv:2602.02710; RLOO, arXiv:2402.14740, eq. 7; REINFORCE++ (baseline "reinforce"),
+    arXiv:2501.03262.
     """
     assert scale in ("group", "batch", "mean", "none"), scale
     assert baseline in ("group", "rloo", "reinforce"), baseline
-    assert rewards.ndim == 2, f"rewards are {rewards.shape}"
-    assert rewards.shape[1] > 1, f"a group needs two completions, rewards are {rewards.shape}"
+    assert rewards.ndim == 2, f"the shape of the rewards is {rewards.shape}, not (B, G)"
+    assert rewards.shape[1] > 1, f"a group has {rewards.shape[1]} completions; it needs 2"
     compares_step = baseline == "reinforce"
-    assert not (compares_step and scale in ("group", "mean")), "the step is compared, not a group"
+    assert not (compares_step and scale in ("group", "mean")), f"scale {scale} needs groups"
 
     is_present = ~np.isnan(rewards)  # (B, G)
     group_sizes = is_present.sum(axis=1, keepdims=True)  # (B, 1)
     step_deviation = (rewards[is_present] - rewards[0, 0]).std(ddof=1)
 
-    # one row per comparison
+    # each row has the rewards that are compared with each other
     shape = (1, -1) if compares_step else rewards.shape
     compared = rewards.reshape(shape)
     is_compared = is_present.reshape(shape)
@@ -145,44 +163,45 @@ def group_advantages(
         filled = np.where(is_present, rewards, rewards[:, :1])
         group_range = np.ptp(filled, axis=1, keepdims=True)
         total = np.where(is_present, rewards, 0.0).sum(axis=1, keepdims=True)
-        # equal rewards of 0 would be 0 / 0 without the 1e-12
+        # without the 1e-12, a group whose rewards are all 0 would compute 0 / 0
         least_divisor = group_range / group_sizes + 1e-12
         advantages = advantages / np.maximum(total / group_sizes, least_divisor)
 
     if baseline == "rloo":
-        # r - mean(others) = (r - mean(all)) * G / (G - 1)
+        # reward - mean(others) = (reward - mean(all)) * G / (G - 1)
         advantages = advantages * (group_sizes / np.maximum(group_sizes - 1, 1))
     return advantages.astype(np.float32)
 
 
 def turn_advantages(
-    groups: list[list[list[float]]], scale: str = "group", signal_floor: float = 0.0
+    turn_rewards: list[list[list[float]]], scale: str = "group", signal_floor: float = 0.0
 ) -> np.ndarray:
     """
-    How much more each row earns from each turn on than its group's average row does.
+    Computes the advantage of each turn by comparing returns within the group.
 
-    groups: the rewards, indexed by group, row and turn. Returns (B, G, K) float32, which is 0
-    beyond a row's last turn and beyond a group's last row.
+    turn_rewards: the rewards, indexed by group, row and turn. Returns (B, G, K) float32. The
+    advantages are 0 beyond the last turn of a row and beyond the last row of a group.
 
-    The return of turn k is the sum of the rewards of turns >= k. Its baseline is the mean return
-    over the rows that have a turn k; whether a row has that turn is known before it is written.
+    The return of turn k is the sum of the rewards from turn k to the last turn. The baseline of
+    turn k is the mean return of all rows in the group that have a turn k. The baseline adds no
+    bias, because whether a row has a turn k is known before that turn is written.
 
-    scale: "group" divides by the standard deviation of these differences in the group, with one
-    degree of freedom fewer for each turn's mean. "none" does not divide.
+    scale: "group" divides by the standard deviation of all differences in the group, where one
+    degree of freedom is subtracted for the mean of each turn. "none" does not divide.
     signal_floor: see `group_advantages`.
 
-    For rows of one turn the result equals that of `group_advantages`. The same holds for rows with
-    equally many turns if only their last turn is rewarded.
+    The result is the same as that of `group_advantages` if every row has one turn, and also if all
+    rows have equally many turns and only the last turn is rewarded.
 
-    Source: comparing the turns' returns within the group comes from GTPO, arXiv:2511.14846.
-    Choosing a deviation that agrees with GRPO is our own addition.
+    Sources: comparing the returns of turns within the group comes from GTPO, arXiv:2511.14846.
+    The standard deviation, chosen to agree with GRPO, is our own addition.
     """
     assert scale in ("group", "none"), scale
-    most_rows = max(len(group) for group in groups)
-    most_turns = max(len(turns) for group in groups for turns in group)
-    rewards = np.zeros((len(groups), most_rows, most_turns))
+    most_rows = max(len(group) for group in turn_rewards)
+    most_turns = max(len(turns) for group in turn_rewards for turns in group)
+    rewards = np.zeros((len(turn_rewards), most_rows, most_turns))
     is_present = np.zeros(rewards.shape, bool)
-    for group_index, group in enumerate(groups):
+    for group_index, group in enumerate(turn_rewards):
         for row, turns in enumerate(group):
             rewards[group_index, row, : len(turns)] = turns
             is_present[group_index, row, : len(turns)] = True
@@ -191,7 +210,7 @@ def turn_advantages(
     whole_returns = returns[..., 0][is_present[..., 0]]
     step_deviation = (whole_returns - returns[0, 0, 0]).std(ddof=1)
 
-    # returns are measured from that of the first row that has the turn
+    # for each turn, subtract the return of the first row that has that turn
     first_row = is_present.argmax(axis=1)[:, None]
     first_return = np.take_along_axis(returns, first_row, axis=1)
     offsets = np.where(is_present, returns - first_return, 0.0)
@@ -210,16 +229,16 @@ def turn_advantages(
     return advantages.astype(np.float32)
 
 
-def decoupled_advantages(
+def gdpo_decoupled_advantages(
     rewards: np.ndarray, weights: list[float], signal_floor: float = 0.0
 ) -> np.ndarray:
     """
-    Advantages from K rewards, (K, B, G) float64 -> (B, G) float32; nan as in `group_advantages`.
+    Advantages from K separately normalized rewards, (K, B, G) float64 -> (B, G) float32.
 
-    Normalizes each reward within its group, then normalizes the weighted sum over the batch. Each
-    reward has its own noise floor, from its own deviation, because each is scaled to full size.
-    Within a group each normalized reward has mean 0, and so has the weighted sum. If each reward is
-    the same for all answers in a group, the group's advantages are exactly 0.
+    Each reward is normalized within its group. The weighted sum of the normalized rewards is then
+    normalized over the step. Noise is recognized separately for each reward, from the standard
+    deviation of that reward. Missing completions have nan rewards, as in `group_advantages`. If no
+    reward differs within a group, all advantages of the group are exactly 0.
 
     Source: GDPO, arXiv:2601.05242.
     """
@@ -234,17 +253,17 @@ def decoupled_advantages(
     return (total / (deviation + SMALLEST_DEVIATION)).astype(np.float32)
 
 
-# ---- terms of a token's loss
+# ---- the terms of the loss of a token
 
 
 def importance_ratio(
     logprobs: mx.array, old_logprobs: mx.array, mask: mx.array, level: str
 ) -> mx.array:
     """
-    The probability ratio policy / old policy.
+    The probability under the policy divided by the probability under the old policy.
 
-    level: "token" gives each token's ratio, (N, T); "sequence" gives the geometric mean of a row's
-    token ratios, (N, 1). Source of the sequence ratio: GSPO, arXiv:2507.18071, eq. 7.
+    level: "token" gives the ratio of each token, (N, T). "sequence" gives the geometric mean of the
+    token ratios in each row, (N, 1). Source of the sequence ratio: GSPO, arXiv:2507.18071, eq. 7.
     """
     assert level in ("token", "sequence"), level
     log_ratio = logprobs - old_logprobs
@@ -254,110 +273,122 @@ def importance_ratio(
     return mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))
 
 
-# Each token's policy term, and whether a clip removed the token's gradient (for cispo: whether the
-# token's weight was capped). The latter is None for a term that clips nothing.
-Term = tuple[mx.array, mx.array | None]
+class TermAndIsClipped(NamedTuple):
+    """The policy term of each token, and which tokens were clipped."""
+
+    term: mx.array  # (M, T)
+
+    # (M, T) whether clipping removed the gradient of the token, or for cispo, whether the ratio was
+    # capped; None if the term never clips
+    is_clipped: mx.array | None
 
 
-def clipped_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
+def ppo_clipped_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> TermAndIsClipped:
     """
-    The term -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
+    The term -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), where r is the ratio.
 
     If the two products are equal, the gradient is that of r A. mx.minimum and mx.clip would have no
-    gradient at an end of the range, such as r = 1 with epsilon 0.
+    gradient where r is exactly a limit of the range, for example r = 1 with epsilon 0.
 
-    Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10.
+    Sources: PPO, arXiv:1707.06347, eq. 7; separate limits: DAPO, arXiv:2503.14476, eq. 10.
     """
-    clipped_ratio = mx.clip(ratio, 1 - objective.epsilon, 1 + objective.upper)
+    clipped_ratio = mx.clip(ratio, 1 - objective.epsilon, 1 + objective.effective_epsilon_high)
     free = ratio * tokens.advantages
     bounded = clipped_ratio * tokens.advantages
     has_gradient = (free <= bounded) | (ratio == clipped_ratio)
     term = -mx.where(free <= bounded, free, bounded)
-    return term, ~has_gradient & (tokens.advantages != 0)
+    return TermAndIsClipped(term, ~has_gradient & (tokens.advantages != 0))
 
 
-def cispo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
+def cispo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> TermAndIsClipped:
     """
-    The term -sg(min(r, cap)) A log pi, where sg stops the gradient.
+    The term -sg(min(r, cap)) A log pi, where r is the ratio and sg stops the gradient.
 
-    It caps only the token's weight, so no token loses its gradient. Source: arXiv:2506.13585.
+    The cap limits only the weight of a token, so no token loses its gradient. Source:
+    arXiv:2506.13585.
     """
-    cap = objective.upper
+    cap = objective.effective_epsilon_high
     weight = mx.stop_gradient(mx.minimum(ratio, cap))
-    return -weight * tokens.advantages * tokens.logprobs, ratio > cap
+    return TermAndIsClipped(-weight * tokens.advantages * tokens.logprobs, ratio > cap)
 
 
-def sapo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
+def sapo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> TermAndIsClipped:
     """
-    The term -A sigmoid(t (r - 1)) 4 / t: a soft gate whose slope is 1 at r = 1 and fades beyond.
+    The term -A sigmoid(t (r - 1)) 4 / t, where r is the ratio.
 
-    Advantages that are not positive have a larger t, which makes their gradient fade sooner.
-    Source: arXiv:2511.20347.
+    The term acts as a soft clip, whose slope is 1 at r = 1 and approaches 0 as r moves away from 1.
+    Where the advantage A is 0 or negative, t is larger, so the slope approaches 0 sooner. Source:
+    arXiv:2511.20347.
     """
     temperature = mx.where(tokens.advantages > 0, *SAPO_TEMPERATURES)
     gate = mx.sigmoid(temperature * (ratio - 1))
-    return -tokens.advantages * gate * 4 / temperature, None
+    return TermAndIsClipped(-tokens.advantages * gate * 4 / temperature, None)
 
 
 def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     """
-    An estimate of KL(policy, reference) per token: exp(d) - d - 1, d = log reference - log policy.
+    An estimate of KL(policy, reference) at each token: exp(d) - d - 1.
 
-    It is never negative. Value and gradient are 0 where policy and reference agree. If d exceeds
-    `LARGEST_KL_LOG_RATIO`, value and gradient are the same as at that limit: they are finite, and
-    the gradient still raises the token's log-probability.
+    Here d is the log-probability under the reference minus that under the policy. The estimate is
+    never negative. Estimate and gradient are 0 where policy and reference agree. If d exceeds
+    `LARGEST_KL_LOG_RATIO`, estimate and gradient stay at their values for that limit, so they are
+    finite, and the gradient still raises the token's log-probability.
 
-    Source: k3 of Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath,
+    Sources: k3 of Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath,
     arXiv:2402.03300, eq. 4.
     """
     log_ratio = ref_logprobs - logprobs
     bounded = mx.stop_gradient(mx.minimum(log_ratio, LARGEST_KL_LOG_RATIO))
-    # this adds 0, but restores the slope that the minimum removes
+    # adds 0 to the value, but restores the gradient that stop_gradient removed
     bounded = bounded + (log_ratio - mx.stop_gradient(log_ratio))
     return mx.exp(bounded) - bounded - 1
 
 
-# ---- averages of a step's tokens
+# ---- averages over the tokens of a step
 
 
 def mean_of_tokens(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
     """
-    The sum over the tokens / the number of counted tokens in the step. All tokens weigh the same.
+    The sum over the tokens, divided by the number of counted tokens in the step.
+
+    All tokens have the same weight.
 
     Source: DAPO, arXiv:2503.14476.
     """
-    return (per_token * tokens.mask).sum(-1).sum() / _num_items(tokens)
+    return (per_token * tokens.mask).sum(-1).sum() / _num_step_tokens(tokens)
 
 
-def mean_of_rows(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
+def mean_of_row_means(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
     """
-    Each row's mean, averaged over the step's rows. All rows weigh the same.
+    The mean of each row, averaged over the rows of the step. All rows have the same weight.
 
     Source: DeepSeekMath, arXiv:2402.03300.
     """
     row_sums = (per_token * tokens.mask).sum(-1)
     row_counts = tokens.mask.sum(-1)
-    return (row_sums / mx.maximum(row_counts, 1)).sum() / _num_rows(tokens)
+    return (row_sums / mx.maximum(row_counts, 1)).sum() / _num_step_rows(tokens)
 
 
-def mean_of_positions(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
+def mean_over_max_tokens(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
     """
-    The sum over the tokens / (rows * max_tokens). Tokens in long answers weigh no less than others.
+    The sum over the tokens, divided by (the number of rows in the step * max_tokens).
+
+    A token has the same weight in a long answer as in a short one.
 
     Source: Dr. GRPO, arXiv:2503.20783.
     """
-    assert objective.max_tokens is not None, "dr_grpo divides by max_tokens"
+    assert objective.max_tokens is not None, "dr_grpo needs max_tokens to divide by"
     total = (per_token * tokens.mask).sum(-1).sum()
-    return total / (_num_rows(tokens) * objective.max_tokens)
+    return total / (_num_step_rows(tokens) * objective.max_tokens)
 
 
-def _num_items(tokens: Tokens) -> mx.array:
+def _num_step_tokens(tokens: Tokens) -> mx.array:
     """The number of counted tokens in the step, at least 1."""
     num_items = tokens.mask.sum() if tokens.num_items is None else mx.array(tokens.num_items)
     return mx.maximum(num_items, 1)
 
 
-def _num_rows(tokens: Tokens) -> float:
+def _num_step_rows(tokens: Tokens) -> float:
     """The number of rows in the step."""
     return len(tokens.mask) if tokens.num_rows is None else tokens.num_rows
 
@@ -365,47 +396,52 @@ def _num_rows(tokens: Tokens) -> float:
 # ---- losses
 
 
-def with_zeros_outside_mask(tokens: Tokens) -> Tokens:
+def zero_and_detach_outside_mask(tokens: Tokens) -> Tokens:
     """
-    The tokens with values outside the mask set to 0. Only `logprobs` keeps its gradient.
+    The tokens with all values at padding set to 0. Only `logprobs` keeps its gradient.
 
-    Values outside the mask are arbitrary. If their exponential were inf, inf * 0 would be nan.
-    Advantages become (M, T) or (M, 1).
+    Values at padding are arbitrary. If the exponential of such a value were inf, inf * 0 would be
+    nan. The advantages are returned as (M, T) or (M, 1).
     """
 
-    def clear(column: mx.array) -> mx.array:
+    def zero_column_and_detach(column: mx.array) -> mx.array:
+        """The column with 0 at padding, and without a gradient."""
         return mx.where(tokens.mask > 0, mx.stop_gradient(column), 0.0)
 
-    def clear_optional(column: mx.array | None) -> mx.array | None:
-        return None if column is None else clear(column)
+    def zero_optional_column_and_detach(column: mx.array | None) -> mx.array | None:
+        """The column with 0 at padding, and without a gradient; None if the column is None."""
+        return None if column is None else zero_column_and_detach(column)
 
     advantages = tokens.advantages
     if advantages.ndim == 1:
         advantages = advantages[:, None]
     return tokens._replace(
         logprobs=mx.where(tokens.mask > 0, tokens.logprobs, 0.0),
-        old_logprobs=clear(tokens.old_logprobs),
-        ref_logprobs=clear_optional(tokens.ref_logprobs),
-        entropies=clear_optional(tokens.entropies),
-        sampled_logprobs=clear_optional(tokens.sampled_logprobs),
+        old_logprobs=zero_column_and_detach(tokens.old_logprobs),
+        ref_logprobs=zero_optional_column_and_detach(tokens.ref_logprobs),
+        entropies=zero_optional_column_and_detach(tokens.entropies),
+        sampled_logprobs=zero_optional_column_and_detach(tokens.sampled_logprobs),
         advantages=mx.stop_gradient(advantages),
     )
 
 
-def policy_loss(
-    term: Callable[..., Term], average: Callable[[mx.array, Tokens, Objective], mx.array]
+def make_policy_loss(
+    term: Callable[[mx.array, Tokens, Objective], TermAndIsClipped],
+    average: Callable[[mx.array, Tokens, Objective], mx.array],
 ) -> LossFunction:
     """
-    The loss that averages term + beta * KL over the counted tokens.
+    Returns a loss function that averages term + beta * KL over the counted tokens.
 
-    term: a function of the ratio, the tokens and the objective. The tokens that it gets are 0 where
-    the mask is 0, and their advantages are (M, T) or (M, 1).
+    term: a function of the ratio, the tokens and the objective. The tokens that are passed to this
+    function have the value 0 at padding, and their advantages are (M, T) or (M, 1).
 
-    The loss returns the sum `clip_frac` if the term clips, and `kl` if there is a reference.
+    The loss function returns the sum `clip_frac` if the term can clip, and the sum `kl` if there is
+    a reference.
     """
 
-    def loss(tokens: Tokens, objective: Objective) -> Loss:
-        tokens = with_zeros_outside_mask(tokens)
+    def policy_loss(tokens: Tokens, objective: Objective) -> Loss:
+        """The average of term + beta * KL over the tokens, and the sums for statistics."""
+        tokens = zero_and_detach_outside_mask(tokens)
         level = objective.importance_sampling_level
         ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs, tokens.mask, level)
         per_token, is_clipped = term(ratio, tokens, objective)
@@ -420,28 +456,28 @@ def policy_loss(
             sums["kl"] = (kl * counts).sum()
         return Loss(average(per_token, tokens, objective), sums)
 
-    return loss
+    return policy_loss
 
 
-def distillation(tokens: Tokens, objective: Objective) -> Loss:
-    """The mean divergence between teacher and policy. Source: GKD, arXiv:2306.13649."""
+def distillation_loss(tokens: Tokens, objective: Objective) -> Loss:
+    """The mean divergence between the teacher and the policy. Source: GKD, arXiv:2306.13649."""
     assert tokens.divergences is not None
     total = (tokens.divergences * tokens.mask).sum()
-    return Loss(total / _num_items(tokens), {"distill/kl": total})
+    return Loss(total / _num_step_tokens(tokens), {"distill/kl": total})
 
 
-def cross_entropy(tokens: Tokens, objective: Objective) -> Loss:
+def cross_entropy_loss(tokens: Tokens, objective: Objective) -> Loss:
     """The mean negative log-probability of the counted tokens."""
     total = -(tokens.logprobs * tokens.mask).sum()
-    return Loss(total / _num_items(tokens), {})
+    return Loss(total / _num_step_tokens(tokens), {})
 
 
 LOSSES: dict[str, LossFunction] = {
-    "grpo": policy_loss(clipped_term, mean_of_rows),
-    "dr_grpo": policy_loss(clipped_term, mean_of_positions),
-    "dapo": policy_loss(clipped_term, mean_of_tokens),
-    "cispo": policy_loss(cispo_term, mean_of_tokens),
-    "sapo": policy_loss(sapo_term, mean_of_rows),
-    "distill": distillation,
-    "sft": cross_entropy,
+    "grpo": make_policy_loss(ppo_clipped_term, mean_of_row_means),
+    "dr_grpo": make_policy_loss(ppo_clipped_term, mean_over_max_tokens),
+    "dapo": make_policy_loss(ppo_clipped_term, mean_of_tokens),
+    "cispo": make_policy_loss(cispo_term, mean_of_tokens),
+    "sapo": make_policy_loss(sapo_term, mean_of_row_means),
+    "distill": distillation_loss,
+    "sft": cross_entropy_loss,
 }

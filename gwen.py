@@ -1,15 +1,16 @@
 """
-Dense language models on MLX, for the families in disk/hub.py: blocks, loading and saving.
+Dense language models on MLX: the layers of a model, and functions that load and save a model.
 
-The query, key and value projections are one matmul (`qkv_proj`), and so are the gate and up
-projections (`gate_up_proj`). The computation between the matmuls is in layers/. `save` writes the
-Hugging Face layout. Low-bit weights are unpacked, or stay packed in a frozen model.
+disk/hub.py lists the supported families of models. The query, key and value projections are a
+single matmul (`qkv_proj`), and so are the gate and up projections (`gate_up_proj`). The computation
+between the matmuls is in layers/. `save` writes a model in the Hugging Face layout. Low-bit weights
+are unpacked when a model is loaded, but the weights of a frozen model may stay packed.
 
-Mixtures of experts and sliding windows are not supported: a checkpoint that needs one is refused
-with a message that names it. The choice of a command's model is in disk/model_choice.py, and the
-doctor is in doctor.py.
+Mixtures of experts and sliding windows are not supported. If a checkpoint needs an unsupported
+feature, loading the checkpoint raises an error that names this feature. disk/model_choice.py
+chooses the model of a command, and doctor.py checks the installation.
 
-Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width,
+Axes: N rows, L positions, C hidden width, H query heads, K key and value heads, D head width,
 V vocabulary, W window of a convolution.
 """
 
@@ -29,7 +30,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from disk import adapters, ends, hub, model_choice
-from kv_cache import CAUSAL, Cache, DeltaState, KVCache, Layout, SlotCache
+from kv_cache import CAUSAL, AttentionLayout, Cache, DeltaState, KVCache, SlotCache
 from layers import attention, delta, ops, probe, softmax
 from layers.tree_cache import TreeLayer
 from machine import alive, cpu, gpu, kernels, memory
@@ -39,10 +40,10 @@ DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 def default_dtype() -> mx.Dtype:
     """
-    The type that `GWEN_DTYPE` names.
+    The data type that the environment variable `GWEN_DTYPE` names.
 
-    The default is float16 on a GPU, and float32 on a CPU, which has no 16-bit BLAS.
-    Raises ValueError if the name is unknown.
+    If the variable is not set, the type is float16 on a GPU, and float32 on a CPU, because a CPU
+    has no 16-bit BLAS. Raises ValueError if the name is unknown.
     """
     usual = "float16" if gpu.on_gpu() else "float32"
     name = os.environ.get("GWEN_DTYPE", usual)
@@ -55,18 +56,20 @@ def default_dtype() -> mx.Dtype:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * (offset + weight)"""
+    """Computes x / rms(x) * (offset + weight)."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()
         self.weight = mx.full((size,), 1 - offset)
         self.eps = eps
         self.offset = offset
-        self._scale: tuple[mx.array, ...] = ()  # the weight, and the scale that was made from it
+        self._scale: tuple[
+            mx.array, ...
+        ] = ()  # the weight, and the scale computed from this weight
 
     @property
     def scale(self) -> mx.array:
-        """offset + weight, computed once for each weight array."""
+        """The sum offset + weight, which is computed again only if the weight has changed."""
         if not self.offset:
             return self.weight
         if not self._scale or self._scale[0] is not self.weight:
@@ -78,26 +81,26 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.scale, self.eps)
 
     def add_and_normalize(self, x: mx.array, delta: mx.array | None) -> tuple[mx.array, mx.array]:
-        """x + delta, and its normalized form."""
+        """Returns the sum x + delta, and the normalized sum. A delta of None stands for 0."""
         if delta is None:
             return x, self(x)
         return ops.add_norm(x, delta, self.scale, self.eps)
 
 
-class Context(NamedTuple):
-    """The inputs of a layer in a forward pass, besides the hidden states."""
+class LayerContext(NamedTuple):
+    """The inputs of a layer in a forward pass, other than the hidden states."""
 
-    rotation: ops.Rotation  # the positions of the tokens
-    layout: Layout  # which tokens each token sees
-    state: Any  # this layer's cache of earlier tokens; None if there is no cache
+    rotation: ops.Rotation  # encodes the positions of the tokens
+    layout: AttentionLayout  # which earlier tokens each token attends to
+    state: Any  # the layer's cache of earlier tokens; None if there is no cache
 
 
-# queries, keys, values and gates: see `Attention.project`
+# queries, keys, values and gates; see `Attention.project_and_rotate`
 Projections = tuple[mx.array, mx.array, mx.array, mx.array | None]
 
 
 class Attention(nn.Module):
-    """The projections of softmax attention; `layers.attention` computes the attention itself."""
+    """The projections of softmax attention. The attention itself is in layers/attention.py."""
 
     def __init__(self, config: hub.ModelConfig, kind: str):
         super().__init__()
@@ -116,17 +119,17 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, self.eps, family.norm_offset)
             self.k_norm = RMSNorm(self.head_dim, self.eps, family.norm_offset)
 
-    def project(self, x: mx.array, rotation: ops.Rotation) -> Projections:
+    def project_and_rotate(self, x: mx.array, rotation: ops.Rotation) -> Projections:
         """
-        The inputs of attention: queries (N, H, L, D), keys and values (N, K, L, D).
+        The queries (N, H, L, D), the keys and values (N, K, L, D), and the output gates.
 
-        The last value holds the output gates before their sigmoid, (N, L, H, D). It is None if the
-        family has no gates.
+        The gates are (N, L, H, D), before the sigmoid. If the family of models has no output gates,
+        the gates are None.
         """
         # (N, L, H + 2K, D), or with gates (N, L, 2H + 2K, D)
         qkv = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
         gates = None
-        if self.has_gates:  # each head's gate follows its query
+        if self.has_gates:  # in each head, the gate follows the query
             queries_and_gates, keys_and_values = mx.split(qkv, [2 * self.num_heads], axis=2)
             gates = queries_and_gates[:, :, 1::2]
             queries = queries_and_gates[:, :, ::2]
@@ -139,8 +142,8 @@ class Attention(nn.Module):
             parts = ops.norm_rope_ref(qkv, self.num_heads, weights, self.eps, None)
         return *parts, gates
 
-    def output(self, attended: mx.array, gates: mx.array | None) -> mx.array:
-        """(N, H, L, D) -> (N, L, C)"""
+    def gate_and_project_output(self, attended: mx.array, gates: mx.array | None) -> mx.array:
+        """Applies the gates and the output projection, (N, H, L, D) -> (N, L, C)."""
         attended = attended.transpose(0, 2, 1, 3)
         if gates is not None:
             attended = attended * mx.sigmoid(gates)
@@ -149,9 +152,9 @@ class Attention(nn.Module):
 
 class GatedDeltaNet(nn.Module):
     """
-    Linear attention, which layers/delta.py explains.
+    A layer of linear attention, which is explained in layers/delta.py.
 
-    It keeps a memory of fixed size instead of keys and values.
+    The layer stores a memory of fixed size instead of keys and values.
     """
 
     def __init__(self, config: hub.ModelConfig):
@@ -159,8 +162,8 @@ class GatedDeltaNet(nn.Module):
         assert config.delta is not None
         self.sizes = config.delta
         num_heads = config.delta.num_value_heads
-        # output rows for the convolved channels, the gates, beta and the decay
-        widths = hub.part_rows(config, "linear_attn.in_proj")
+        # the numbers of output rows for the convolved channels, the gates, beta and the decay
+        widths = hub.count_part_rows(config, "linear_attn.in_proj")
         self.split_points = [sum(widths[: i + 1]) for i in range(3)]
         self.in_proj = nn.Linear(config.hidden_size, sum(widths), bias=False)
         self.conv1d = nn.Module()  # a causal convolution of each channel
@@ -170,7 +173,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(self.sizes.value_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(widths[1], config.hidden_size, bias=False)
 
-    def __call__(self, x: mx.array, context: Context) -> mx.array:
+    def __call__(self, x: mx.array, context: LayerContext) -> mx.array:
         num_rows, length, _ = x.shape
         sizes = self.sizes
         spans = context.layout.spans
@@ -179,7 +182,7 @@ class GatedDeltaNet(nn.Module):
         beta = mx.sigmoid(beta.astype(mx.float32))
         decay_rate = -mx.exp(self.A_log.astype(mx.float32))
         log_decay = decay_rate * nn.softplus(decay.astype(mx.float32) + self.dt_bias)
-        if spans is not None:  # padding changes neither the memory nor the convolution's inputs
+        if spans is not None:  # padding must not change the memory or the inputs of the convolution
             column = mx.arange(length)
             is_token = (column >= spans[0][:, None]) & (column < spans[1][:, None])
             is_token = is_token[..., None]
@@ -187,21 +190,21 @@ class GatedDeltaNet(nn.Module):
             beta = mx.where(is_token, beta, 0)
             log_decay = mx.where(is_token, log_decay, 0)
 
-        past = None if context.state is None else context.state.newest
+        past = None if context.state is None else context.state.current_state
         earlier_channels, memory = past or sizes.empty_state(num_rows, x.dtype)
         window = mx.concatenate([earlier_channels, channels], axis=1)  # (N, W - 1 + L, channels)
-        mixed = delta.convolve(window, self.conv1d.weight).astype(mx.float32)
+        mixed = delta.convolve_with_silu(window, self.conv1d.weight).astype(mx.float32)
         key_width = sizes.widths[0]
         queries, keys, values = mx.split(mixed, [key_width, 2 * key_width], axis=-1)
-        queries = delta.normalize(queries.reshape(num_rows, length, -1, sizes.key_dim))
-        keys = delta.normalize(keys.reshape(num_rows, length, -1, sizes.key_dim))
+        queries = delta.normalize_to_length_1(queries.reshape(num_rows, length, -1, sizes.key_dim))
+        keys = delta.normalize_to_length_1(keys.reshape(num_rows, length, -1, sizes.key_dim))
         values = values.reshape(num_rows, length, -1, sizes.value_dim)
         queries = queries * sizes.key_dim**-0.5
         out, memory = delta.gated_delta(queries, keys, values, log_decay, beta, memory)
 
         if context.state is not None:
             row_ends = spans and spans[1]
-            inputs = delta.convolution_state(window, sizes.window - 1, row_ends)
+            inputs = delta.next_convolution_inputs(window, sizes.window - 1, row_ends)
             context.state.update(inputs, memory)
         normed = self.norm(out).reshape(num_rows, length, -1)
         gated = normed * ops.silu(gates.astype(mx.float32))
@@ -222,10 +225,11 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """
-    One layer: attention or a gated delta net, then an MLP.
+    One layer of the model: attention or a gated delta net, followed by an MLP.
 
-    The residual stream is passed as two arrays: `x`, and `delta`, the last sublayer's output, which
-    has not been added to `x` yet. The next norm adds it in the same kernel.
+    The residual stream is passed on as two arrays, `x` and `delta`. `delta` is the output of the
+    last sublayer, which has not been added to `x` yet. The next norm adds `delta` to `x`, and
+    normalizes the sum in the same kernel.
     """
 
     def __init__(self, config: hub.ModelConfig, kind: str):
@@ -243,58 +247,60 @@ class Block(nn.Module):
         )
 
     def __call__(
-        self, x: mx.array, delta: mx.array | None, context: Context
+        self, x: mx.array, delta: mx.array | None, context: LayerContext
     ) -> tuple[mx.array, mx.array]:
-        """x and delta before this layer -> x and delta after it."""
+        """Returns `x` and `delta` after this layer, given `x` and `delta` before this layer."""
         if self.is_linear:
             x, normed = self.input_layernorm.add_and_normalize(x, delta)
-            return self.run_mlp(x, self.linear_attn(normed, context))
+            return self.add_and_run_mlp(x, self.linear_attn(normed, context))
 
-        x, (queries, keys, values, gates) = self.attention_inputs(x, delta, context.rotation)
+        x, (queries, keys, values, gates) = self.run_up_to_attention(x, delta, context.rotation)
         parts = [(keys, values)]
         if context.state is not None:
             parts = context.state.update(keys, values)
-        attended = attention.attend(queries, parts, context.layout)
-        return self.finish(x, attended, gates)
+        attended = attention.attend_to_parts(queries, parts, context.layout)
+        return self.run_after_attention(x, attended, gates)
 
-    def attention_inputs(
+    def run_up_to_attention(
         self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation
     ) -> tuple[mx.array, Projections]:
-        """Runs the layer up to attention, and returns the residual stream and the projections."""
+        """Runs the layer up to attention. Returns the residual stream and the attention inputs."""
         x, normed = self.input_layernorm.add_and_normalize(x, delta)
-        return x, self.self_attn.project(normed, rotation)
+        return x, self.self_attn.project_and_rotate(normed, rotation)
 
-    def finish(
+    def run_after_attention(
         self, x: mx.array, attended: mx.array, gates: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Computes the part of a call after attention."""
-        return self.run_mlp(x, self.self_attn.output(attended, gates))
+        """Runs the rest of the layer, given the output of attention. Returns `x` and `delta`."""
+        return self.add_and_run_mlp(x, self.self_attn.gate_and_project_output(attended, gates))
 
-    def run_mlp(self, x: mx.array, mixed: mx.array) -> tuple[mx.array, mx.array]:
-        """Computes the part of a call after the first sublayer, whose output is `mixed`."""
-        x, normed = self.post_attention_layernorm.add_and_normalize(x, mixed)
+    def add_and_run_mlp(self, x: mx.array, delta: mx.array) -> tuple[mx.array, mx.array]:
+        """Adds the output of the first sublayer to `x`. Returns the sum and the MLP's output."""
+        x, normed = self.post_attention_layernorm.add_and_normalize(x, delta)
         return x, self.mlp(normed)
 
 
-def checkpoint_layer(
-    layer: Block, x: mx.array, delta: mx.array | None, context: Context
+def run_layer_with_gradient_checkpoint(
+    layer: Block, x: mx.array, delta: mx.array | None, context: LayerContext
 ) -> tuple[mx.array, None]:
     """
-    The sum of both results of `layer(x, delta, context)`, which the backward pass computes again.
+    Runs a layer without keeping its activations in memory. Returns (x + delta, None).
 
-    MLX holds a checkpoint's outputs as long as its inputs. So there is one output, the residual
-    stream with the last delta added, and it is the only input of the next layer.
+    The backward pass computes the layer again. MLX keeps the outputs of a checkpoint in memory for
+    as long as the inputs. So the layer has a single output, the residual stream with the last delta
+    added, which is the only input of the next layer.
 
-    `mx.checkpoint` differentiates only with respect to its arguments. So the layer's weights are an
-    argument: a checkpoint of the module itself would drop their gradients. The states of earlier
-    levels are arguments too, because their gradients belong to the shared prompt. The closure
-    captures integers and masks.
+    `mx.checkpoint` differentiates only with respect to its arguments. So the layer's weights are
+    passed as an argument; a checkpoint of the module itself would drop their gradients. The states
+    of earlier levels of the prompt tree are arguments too, because gradients flow through them to
+    the shared prompt. Integers and masks need no gradient, so they are captured by the closure.
     """
     state = context.state
     is_replaced = isinstance(state, TreeLayer | DeltaState | None)
-    assert is_replaced, "what is written in place cannot be computed again"
+    assert is_replaced, "a layer that writes to its cache in place cannot be computed again"
 
-    def run(weights: Any, x: mx.array, earlier_parts: Any) -> tuple[mx.array, Any]:
+    def run_layer(weights: Any, x: mx.array, earlier_parts: Any) -> tuple[mx.array, Any]:
+        """Runs the layer with the given weights. Returns x + delta and the layer's new state."""
         layer_weights = layer.trainable_parameters()
         layer.update(weights)
         level = None if state is None else type(state)(list(earlier_parts))
@@ -302,13 +308,13 @@ def checkpoint_layer(
         layer.update(layer_weights)
         if level is None:
             return x + out, []
-        # a view would keep the whole product of queries, keys and values
+        # copies, because a view would keep the whole array of queries, keys and values in memory
         newest_parts = [tuple(map(mx.contiguous, part)) for part in level.parts[-1:]]
         return x + out, newest_parts
 
     earlier_parts = [] if state is None else list(state.parts)
     stream = x if delta is None else x + delta
-    x, newest_parts = mx.checkpoint(run)(layer.trainable_parameters(), stream, earlier_parts)
+    x, newest_parts = mx.checkpoint(run_layer)(layer.trainable_parameters(), stream, earlier_parts)
     for part in newest_parts:
         context.state.update(*part)
     return x, None
@@ -318,7 +324,8 @@ class Model(nn.Module):
     """
     A dense language model.
 
-    `model(tokens, cache)` returns logits, (N, L, V), the product of `hidden` and `head_weight`.
+    `model(tokens, cache)` returns the logits (N, L, V), the product of the final hidden states and
+    the output weights.
     """
 
     def __init__(self, config: hub.ModelConfig):
@@ -333,18 +340,18 @@ class Model(nn.Module):
 
     @property
     def head_weight(self) -> mx.array:
-        """(V, C): the embedding if the head is tied to it."""
+        """The output weights (V, C), which are the embedding if the model ties the two."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def hidden(
         self, tokens: mx.array, cache: Cache | None = None, checkpoint_layers: int = 0
     ) -> mx.array:
         """
-        Normalized final hidden states, (N, L) int32 -> (N, L, C).
+        The normalized final hidden states, (N, L) int32 -> (N, L, C).
 
-        Without a cache, padding belongs on the right.
-        checkpoint_layers: the number of layers, from the first, whose activations the backward
-        pass computes again instead of keeping them.
+        If there is no cache, padding must be on the right.
+        checkpoint_layers: the number of layers, counted from the first layer, whose activations are
+        not kept in memory, but computed again in the backward pass.
         """
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
@@ -352,16 +359,16 @@ class Model(nn.Module):
             offsets = mx.zeros((num_rows,), dtype=mx.int32)
             layout = CAUSAL
         else:
-            offsets = cache.offsets(num_rows)
+            offsets = cache.next_positions(num_rows)
             layout = cache.layout(length)
         rotation = self._rope.make_rotation(offsets, length)
 
         delta = None
         for index, layer in enumerate(self.layers):
             state = None if cache is None else cache.layers[index]
-            context = Context(rotation, layout, state)
+            context = LayerContext(rotation, layout, state)
             if index < checkpoint_layers:
-                x, delta = checkpoint_layer(layer, x, delta, context)
+                x, delta = run_layer_with_gradient_checkpoint(layer, x, delta, context)
             else:
                 x, delta = layer(x, delta, context)
         if cache is not None:
@@ -369,112 +376,122 @@ class Model(nn.Module):
         return self.norm.add_and_normalize(x, delta)[1]
 
     def __call__(self, tokens: mx.array, cache: Cache | None = None) -> mx.array:
-        """Logits of the next token at every position, (N, L) int32 -> (N, L, V)."""
+        """The logits of the next token at every position, (N, L) int32 -> (N, L, V)."""
         return self.hidden(tokens, cache) @ self.head_weight.T
 
 
-# ---- a decode step
+# ---- decoding one token per row
 
 
-Step = Callable[[mx.array, SlotCache], mx.array]
-LEAST_COMPILED = 512  # the smallest hidden size at which steps are compiled on a CPU
+DecodeStep = Callable[[mx.array, Cache], mx.array]
+LEAST_COMPILED = 512  # on a CPU, only models of at least this hidden size are compiled
 
 
-class Segment(NamedTuple):
-    """The computation between two attentions, as one compiled function."""
+class CompiledSegment(NamedTuple):
+    """A compiled function that computes everything between the attentions of two layers."""
 
-    linear_layers: list[int]  # the gated delta nets in it
+    linear_layers: list[int]  # the indices of the gated delta nets between the two layers
     run: Callable[..., Any]
 
 
-def make_segment(model: Model, before: int, after: int) -> Segment:
+def compile_between_attentions(model: Model, before: int, after: int) -> CompiledSegment:
     """
     Compiles the computation between the attentions of two layers.
 
-    before: the first of these layers; -1 if the segment begins at the embedding.
-    after: the second one; the number of layers if the segment ends at the final hidden states.
+    before: the index of the first layer; -1 if the computation begins with the embedding.
+    after: the index of the second layer; the number of layers if the computation ends with the
+    final hidden states.
     """
     layers = model.layers
     rope = model._rope
     linear_layers = list(range(before + 1, after))
 
-    def run(x: mx.array, attended: list[mx.array], turns: list[mx.array], states: list[Any]) -> Any:
-        """attended: the output of attention, and its gates if there are any."""
-        rotation = ops.Rotation(rope, *turns)
+    def run_segment(
+        x: mx.array, attended: list[mx.array], rotation_arrays: list[mx.array], states: list[Any]
+    ) -> Any:
+        """
+        Returns the inputs of the next attention or the final hidden states, and the new states.
+
+        attended: the output of the last attention, and the gates if there are any.
+        """
+        rotation = ops.Rotation(rope, *rotation_arrays)
         delta = None
         if before >= 0:
-            x, delta = layers[before].finish(x, *attended)
+            x, delta = layers[before].run_after_attention(x, *attended)
         nets = [DeltaState([state]) for state in states]
         for index, net in zip(linear_layers, nets, strict=True):
-            x, delta = layers[index](x, delta, Context(rotation, CAUSAL, net))
+            x, delta = layers[index](x, delta, LayerContext(rotation, CAUSAL, net))
         if after == len(layers):
             hidden = model.norm.add_and_normalize(x, delta)[1]
-            return hidden, [net.newest for net in nets]
-        x, projections = layers[after].attention_inputs(x, delta, rotation)
+            return hidden, [net.current_state for net in nets]
+        x, projections = layers[after].run_up_to_attention(x, delta, rotation)
         arrays = [array for array in projections if array is not None]
-        return (x, arrays), [net.newest for net in nets]
+        return (x, arrays), [net.current_state for net in nets]
 
-    return Segment(linear_layers, mx.compile(run))
+    return CompiledSegment(linear_layers, mx.compile(run_segment))
 
 
-def make_decode_step(model: Model) -> Step:
+def make_decode_step(model: Model) -> DecodeStep:
     """
-    A function that equals `model.hidden` for one token per row, with the current weights.
+    Makes a faster function that computes `model.hidden` for one token per row.
 
-    The computation between attentions is compiled, so that Python builds the graph of a step in a
-    quarter of the time. A compiled function is traced once for each number of rows. Attention and
-    its caches change shape every step and are not compiled; updates of a gated delta net's state
-    are compiled.
+    The function uses the weights that the model has now. The computation between attentions is
+    compiled, so that Python builds the graph of a step in a quarter of the time. A compiled
+    function is traced once for each number of rows. Attention and its caches change their shape in
+    every step, so they are not compiled. The states of gated delta nets keep their shape, so their
+    updates are compiled.
 
-    On a CPU, g++ once takes ten seconds to compile a model's loops. Smaller models, such as those
-    in tests, are not worth that time.
+    On a CPU, g++ needs ten seconds to compile the loops of a model, once per model. For small
+    models, such as those in tests, compiling is not worth this time.
     """
     is_small = model.config.hidden_size < LEAST_COMPILED
-    if not gpu.on_gpu() and (is_small or not cpu.has_compiler()):
+    if not gpu.on_gpu() and (is_small or not cpu.can_compile_loops()):
         return model.hidden
     layers = model.layers
     rope = model._rope
     attention_layers = [index for index, layer in enumerate(layers) if not layer.is_linear]
     boundaries = [-1, *attention_layers, len(layers)]
     segments = [
-        make_segment(model, before, after) for before, after in itertools.pairwise(boundaries)
+        compile_between_attentions(model, before, after)
+        for before, after in itertools.pairwise(boundaries)
     ]
 
-    def step(tokens: mx.array, cache: SlotCache) -> mx.array:
-        _, *rotation_arrays = rope.make_rotation(cache.offsets(len(tokens)), 1)
-        turns = [array for array in rotation_arrays if array is not None]
+    def decode_one_token(tokens: mx.array, cache: Cache) -> mx.array:
+        """The final hidden states of one token per row, (N, 1) -> (N, 1, C)."""
+        _, *optional_arrays = rope.make_rotation(cache.next_positions(len(tokens)), 1)
+        rotation_arrays = [array for array in optional_arrays if array is not None]
         layout = cache.layout(1)
         x = model.embed_tokens(tokens)
         attended: list[mx.array] = []
         for segment, layer in zip(segments, boundaries[1:], strict=True):
             states = [cache.layers[index].newest for index in segment.linear_layers]
-            result, new_states = segment.run(x, attended, turns, states)
+            result, new_states = segment.run(x, attended, rotation_arrays, states)
             for index, state in zip(segment.linear_layers, new_states, strict=True):
                 cache.layers[index].update(*state)
             if layer == len(layers):
                 break
             x, (queries, keys, values, *gates) = result
             parts = cache.layers[layer].update(keys, values)
-            attended = [attention.attend(queries, parts, layout), *gates]
+            attended = [attention.attend_to_parts(queries, parts, layout), *gates]
         cache.advance(1)
         return result
 
-    compiled_sizes: set[int] = set()  # numbers of rows
+    compiled_sizes: set[int] = set()  # the numbers of rows for which the loops are compiled
 
-    def step_with_lock(tokens: mx.array, cache: SlotCache) -> mx.array:
-        """Runs a step. Only one process at a time compiles loops for a CPU."""
+    def decode_one_token_with_build_lock(tokens: mx.array, cache: Cache) -> mx.array:
+        """Decodes one token per row. On a CPU, only one process at a time compiles the loops."""
         if gpu.on_gpu() or len(tokens) in compiled_sizes:
-            return step(tokens, cache)
-        with cpu.build_lock():
-            hidden = step(tokens, cache)
+            return decode_one_token(tokens, cache)
+        with cpu.hold_build_lock():
+            hidden = decode_one_token(tokens, cache)
             mx.eval(hidden)
         compiled_sizes.add(len(tokens))
         return hidden
 
-    return step_with_lock
+    return decode_one_token_with_build_lock
 
 
-# ---- load and save
+# ---- loading and saving
 
 
 def load(
@@ -487,42 +504,47 @@ def load(
     """
     Loads a model and its tokenizer.
 
-    path_or_id: `demo`, a Hugging Face directory or a hub id. A name that begins with `random:`
-    gives random weights with the demo's tokenizer.
+    path_or_id: `demo`, a Hugging Face directory or a hub id. If the name begins with `random:`, the
+    model has random weights and the tokenizer of the demo model.
 
-    dtype: None means `default_dtype()`.
-    adapter: a run, a checkpoint or a directory in mlx_lm's layout. Its weights are merged in.
-    frozen: whether the model never trains, like a judge or a teacher. Its low-bit weights then stay
-    packed on a GPU. A CPU multiplies by packed weights 4 to 40 times slower, so it unpacks them.
-    end_tokens: further tokens that end a completion, see `disk.ends`.
+    dtype: the type of the weights; None stands for `default_dtype()`.
+    adapter: a run, a checkpoint or a directory in mlx_lm's layout. The adapter is merged into the
+    weights.
+    frozen: whether the model is never trained, like a judge or a teacher. On a GPU, the low-bit
+    weights of a frozen model stay packed. On a CPU they are unpacked, because a CPU multiplies by
+    packed weights 4 to 40 times more slowly.
+    end_tokens: further tokens that end a completion (see `disk.ends`).
 
-    Raises ValueError that names what is wrong.
+    Raises ValueError, with the reason, if the model cannot be loaded.
     """
     if str(path_or_id).startswith("random:"):
         if adapter is not None:
             raise ValueError(
-                f"--adapter {adapter} belongs to another model than {path_or_id}; "
-                "give the directory of that model"
+                f"--adapter {adapter} was not trained on {path_or_id}; use the model on which the "
+                "adapter was trained"
             )
-        model = random_model(str(path_or_id), dtype)
+        model = make_random_model(str(path_or_id), dtype)
         tokenizer = hub.load_tokenizer(hub.DEMO)
-        other_end_ids = tuple(ends.find_token_ids(tokenizer, end_tokens))
+        other_end_ids = tuple(ends.find_end_token_ids(tokenizer, end_tokens))
         model.config = dataclasses.replace(model.config, other_end_ids=other_end_ids)
         return model, tokenizer
 
     if adapter is not None:
-        model_choice.warn_of_other_base(adapter, path_or_id)
+        model_choice.warn_of_different_base(adapter, path_or_id)
     with alive.show_activity(f"loading {path_or_id}"):
-        directory = hub.find_model(path_or_id)
+        directory = hub.find_model_directory(path_or_id)
         model = load_model(directory, dtype, adapter, packed=frozen and gpu.on_gpu())
         tokenizer = hub.load_tokenizer(directory)
     largest_id = max(tokenizer.get_vocab().values(), default=0)
     vocab_size = model.config.vocab_size
     if largest_id >= vocab_size:
         raise ValueError(
-            f"{directory}: the tokenizer has the id {largest_id}, the model only {vocab_size} ids"
+            f"{directory}: the tokenizer has a token with the id {largest_id}, but the model has "
+            f"only {vocab_size} ids"
         )
-    model.config = model_choice.with_all_end_tokens(model.config, tokenizer, path_or_id, end_tokens)
+    model.config = model_choice.copy_with_all_end_tokens(
+        model.config, tokenizer, path_or_id, end_tokens
+    )
     return model, tokenizer
 
 
@@ -534,72 +556,87 @@ def load_model(
     lazy: bool = False,
 ) -> Model:
     """
-    Loads the model of a Hugging Face directory.
+    Loads the model in a Hugging Face directory.
 
-    dtype: None means `default_dtype()`.
-    packed: the layers' low-bit weights stay packed, for a model without adapter and gradient.
-    lazy: weights stay on disk; each is read when something is first computed with it.
+    dtype: the type of the weights; None stands for `default_dtype()`.
+    packed: whether low-bit weights in the layers stay packed. A model with packed weights cannot
+    have an adapter or a gradient.
+    lazy: whether weights stay on disk until something is computed with them.
 
-    Raises ValueError that names what is wrong with the directory.
+    Raises ValueError, with the reason, if the model cannot be loaded.
     """
     directory = Path(directory)
     dtype = dtype or default_dtype()
     config = hub.load_config(directory)
     stored_weights = hub.load_weights(directory, default_dtype())
-    weights, num_skipped = hub.from_stored_names(stored_weights, config.family)
-    del stored_weights  # so that a matrix is freed when it leaves `weights`
+    weights, num_skipped = hub.rename_from_stored_names(stored_weights, config.family)
+    del stored_weights  # otherwise matrices would stay in memory after their removal from `weights`
     if num_skipped:
         print(
-            f"gwen: {directory}: left out {num_skipped} tensors that do not belong to the "
-            "language model",
+            f"gwen: {directory}: ignored {num_skipped} tensors that are not part of the language "
+            "model",
             file=sys.stderr,
         )
     if config.tie_word_embeddings:
-        drop_tied_head(directory, weights)
+        check_and_drop_tied_head(directory, weights)
 
-    model = Model(config)  # lazy: its random weights are replaced before they are computed
-    packings = hub.find_packings(weights, config)
+    # MLX is lazy, so the random weights of a new model are replaced before they are computed
+    model = Model(config)
+    packings = hub.find_quantized_modules(weights, config)
     if packed:
-        install_packed(model, packings)
-    hub.unpack_weights(weights, packings)
-    convert_weights(directory, weights, model, dtype)
+        install_packed_projections(model, packings)
+    hub.dequantize_in_place(weights, packings)
+    check_and_convert_weights(directory, weights, model, dtype)
     if adapter is not None:
-        weights = adapters.merge_weights(weights, adapter, config.family)
-    weights = hub.fuse_weights(weights)  # the same name, so that the separate parts are freed
+        weights = adapters.merge_adapter_into_weights(weights, adapter, config.family)
+    weights = hub.fuse_weights(weights)  # the same variable, so that the separate parts are freed
     names = list(weights)
     model.load_weights([(name, arrange_for_matmul(name, weights.pop(name))) for name in names])
 
     if not lazy:
-        memory.limit_mlx_cache()
-        # layer by layer: evaluating all at once would hold 1.5 times the model's bytes
+        memory.set_mlx_memory_limits()
+        # Evaluate layer by layer: evaluating all weights at once would need 1.5 times the memory of
+        # the model.
         for part in (*model.layers, model):
             mx.eval(part.parameters())
-        check_kernels(model)
+        check_mlx_and_kernels(model)
     return model
 
 
-def convert_weights(
+def check_and_convert_weights(
     directory: Path, weights: dict[str, mx.array], model: Model, dtype: mx.Dtype
 ) -> None:
     """
-    Converts weights in place to the types that the model computes with.
+    Converts the weights, in place, to the types with which the model computes.
 
-    weights: by Hugging Face name. Raises ValueError unless they are exactly the model's.
+    weights: all weights, by their Hugging Face names.
+
+    Raises ValueError if the names, shapes or types of the weights do not match the model.
     """
     config = model.config
     expected = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
     for name in sorted(expected.keys() | weights.keys()):
-        shape = weights[name].shape if name in weights else "none"
-        expected_shape = expected[name].shape if name in expected else "none"
-        if shape != expected_shape:
+        if name not in weights:
             raise ValueError(
-                f"{directory}: {name} has shape {shape}, config.json asks for {expected_shape}"
+                f"{directory}: {name} is missing; config.json asks for a weight of this name with "
+                f"the shape {expected[name].shape}"
             )
         array = weights[name]
+        if name not in expected:
+            raise ValueError(
+                f"{directory}: {name} has the shape {array.shape}, but the model that config.json "
+                "describes has no weight of this name"
+            )
+        if array.shape != expected[name].shape:
+            raise ValueError(
+                f"{directory}: {name} has the shape {array.shape}, but config.json asks for "
+                f"{expected[name].shape}"
+            )
         is_floating = mx.issubdtype(array.dtype, mx.floating)
         if is_floating != mx.issubdtype(expected[name].dtype, mx.floating):
             raise ValueError(
-                f"{directory}: {name} is {array.dtype}; only floating-point weights are supported"
+                f"{directory}: the type of {name} is {array.dtype}, but only floating-point "
+                "weights are supported"
             )
         is_packed = array.dtype == mx.uint32
         if not is_packed and not name.endswith(config.family.kept):
@@ -608,10 +645,11 @@ def convert_weights(
 
 def arrange_for_matmul(name: str, weight: mx.array) -> mx.array:
     """
-    The same weight, in the memory order that its matmul reads fastest.
+    The same weight, in the memory layout with which its matmul is fastest.
 
-    On a CPU a projection (out, in) is stored column by column. OpenBLAS repacks a weight before it
-    multiplies; for x @ W.T with a few rows, that is a fifth slower from rows than from columns.
+    On a CPU, the weight (out, in) of a projection is stored column by column, because OpenBLAS
+    repacks a weight before multiplying. For x @ W.T with few rows of x, the product takes a fifth
+    longer if W is stored row by row.
     """
     is_packed = weight.dtype == mx.uint32
     if gpu.on_gpu() or is_packed or not name.endswith("proj.weight"):
@@ -619,12 +657,12 @@ def arrange_for_matmul(name: str, weight: mx.array) -> mx.array:
     return mx.contiguous(weight.T).T
 
 
-def drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> None:
+def check_and_drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> None:
     """
-    Removes the head's tensors from the weights of a model whose head is its embedding.
+    Removes the head from the weights of a model that uses its embedding as the head.
 
-    Raises ValueError if the head differs from the embedding: other programs could use either of
-    them, while training would use only one.
+    Raises ValueError if the head differs from the embedding. Other programs could then use either
+    of the two, while training would use only the embedding.
     """
     for name in sorted(name for name in weights if name.startswith("lm_head.")):
         head = weights.pop(name)
@@ -637,18 +675,19 @@ def drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> None:
         )
         if not is_equal:
             raise ValueError(
-                f"{directory}: {name} differs from {embedding_name}, and tie_word_embeddings is "
-                "true or the default; set tie_word_embeddings to false in config.json to use it, "
-                "or remove the tensor"
+                f"{directory}: {name} differs from {embedding_name}, although tie_word_embeddings "
+                "is true or not set; to use this tensor, set tie_word_embeddings to false in "
+                "config.json; otherwise remove the tensor"
             )
 
 
-def install_packed(model: Model, packings: dict[str, dict[str, Any]]) -> None:
+def install_packed_projections(model: Model, packings: dict[str, dict[str, Any]]) -> None:
     """
-    Replaces projections by packed ones, and removes their parts from `packings`.
+    Replaces projections with packed projections, and removes their parts from `packings`.
 
-    Only projections whose parts are all packed alike are replaced. The embedding and the head stay
-    16 bits wide, because scores and a teacher's probabilities are computed from tiles of the head.
+    A projection is replaced only if all its parts are packed in the same way. The embedding and the
+    head stay 16 bits wide, because the scores of a judge and the probabilities of a teacher are
+    computed from tiles of the head.
     """
     chosen = {}
     for name, module in model.named_modules():
@@ -665,35 +704,39 @@ def install_packed(model: Model, packings: dict[str, dict[str, Any]]) -> None:
     nn.quantize(model, class_predicate=lambda name, _: chosen.get(name, False))
 
 
-def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
-    """A `random:` model, with seeded weights and no end token, for benchmarks and tests."""
+def make_random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
+    """
+    Makes a model with seeded random weights and no end token, for benchmarks and tests.
+
+    name: the shape of the model, such as "random:2m".
+    """
     model = Model(model_choice.load_known_config(name))
     dtype = dtype or default_dtype()
     weights = tree_flatten(model.parameters())
     keys = mx.random.split(mx.random.key(0), len(weights))
     for (path, array), key in zip(sorted(weights), keys, strict=True):
-        if array.ndim > 1:  # norm weights stay at 1
+        if array.ndim > 1:  # the weights of norms stay at 1
             array = mx.random.normal(array.shape, dtype, scale=0.02, key=key)
         if not path.endswith(model.config.family.kept):
             array = array.astype(dtype)
         model.load_weights([(path, arrange_for_matmul(path, array))], strict=False)
-        mx.eval(model.parameters())  # wait: one tensor at a time, so that no second copy is held
-    memory.limit_mlx_cache()
-    check_kernels(model)
+        mx.eval(model.parameters())  # one tensor at a time, so that memory never holds two copies
+    memory.set_mlx_memory_limits()
+    check_mlx_and_kernels(model)
     return model
 
 
 def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
     """
-    Writes the model with un-fused projections, its configuration and its tokenizer.
+    Writes the weights of a model, its configuration and its tokenizer in the Hugging Face layout.
 
-    mlx_lm and transformers can load the new directory.
+    Fused projections are split into their parts. mlx_lm and transformers can load the directory.
     """
     directory = Path(directory)
     config = model.config
     directory.mkdir(parents=True, exist_ok=True)
     parts = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
-    weights = hub.to_hub_names(parts, config.family)
+    weights = hub.rename_to_hugging_face(parts, config.family)
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
     raw = hub.make_config_json(config, model.head_weight.dtype)
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
@@ -702,78 +745,85 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
     tokenizer.save_pretrained(str(directory))
 
 
-# ---- checks of MLX and of the kernels at a model's sizes
+# ---- checking MLX and the kernels with the sizes of a model
 
 
-def check_kernels(model: Model) -> None:
+def check_mlx_and_kernels(model: Model) -> None:
     """
-    Checks MLX's arithmetic and the kernels at this model's sizes.
+    Checks the arithmetic of MLX and the GPU kernels with the sizes of this model.
 
-    Prints a line if MLX's arithmetic is wrong. Names wrong kernels and turns them off.
+    Prints a line if the arithmetic of MLX is wrong. Names each kernel whose results are wrong, and
+    turns it off. Does nothing without a Metal GPU.
     """
-    if not gpu.has_metal():
+    if not gpu.can_run_metal_kernels():
         return
-    line, is_right = check_mlx(model)
+    line, is_right = check_mlx_arithmetic(model)
     if not is_right:
         print(
-            f"gwen: MLX's own arithmetic is {line}; see mlx #3585, #3586, #3797 and #4411, "
-            "or use another version of MLX",
+            f"gwen: the arithmetic of MLX itself is {line}; see the MLX issues #3585, #3586, #3797 "
+            "and #4411, or use another version of MLX",
             file=sys.stderr,
         )
-    if kernels.kernels_are_wanted():
-        kernels.check_calls(rehearse_kernels(model))
+    if kernels.are_kernels_wanted():
+        kernels.turn_off_faulty_kernels(record_kernel_calls_in_rehearsal(model))
 
 
-def first_layers(model: Model) -> dict[str, Block]:
-    """The first layer of each kind."""
+def first_layer_of_each_kind(model: Model) -> dict[str, Block]:
+    """The model's first layer of each kind, by the name of the kind."""
     kinds = model.config.layer_kinds
     return {kind: model.layers[kinds.index(kind)] for kind in kinds}
 
 
-def check_mlx(model: Model) -> tuple[str, bool]:
+def check_mlx_arithmetic(model: Model) -> tuple[str, bool]:
     """
-    Checks MLX's own arithmetic at the sizes of a model's weights.
+    Checks the arithmetic of MLX itself with the sizes of a model's weights.
 
-    Returns a line for the user, and whether the arithmetic is right.
+    Returns a description of the result, and whether the arithmetic is right.
     """
     matrices = []
-    for layer in first_layers(model).values():
+    for layer in first_layer_of_each_kind(model).values():
         for _, array in tree_flatten(layer.parameters()):
             is_packed = array.dtype == mx.uint32
             if array.ndim == 2 and not is_packed:
                 matrices.append(array)
     config = model.config
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    return probe.check_arithmetic([*matrices, model.head_weight], heads)
+    return probe.check_mlx_arithmetic([*matrices, model.head_weight], heads)
 
 
-def rehearse_kernels(model: Model) -> list[kernels.Call]:
+def record_kernel_calls_in_rehearsal(model: Model) -> list[kernels.Call]:
     """
-    Calls every kernel that the model uses in a prefill and a decode step, on a few tokens.
+    Runs the model on a few tokens, so that every kernel that it uses is called.
 
-    Returns the recorded calls.
+    Returns the recorded calls of kernels.
     """
     all_layers = model.layers
-    layer_of_kind = first_layers(model)
+    layer_of_kind = first_layer_of_each_kind(model)
     model.layers = list(layer_of_kind.values())
     try:
         with kernels.record_calls() as calls:
-            rehearse_passes(model, list(layer_of_kind))
-            rehearse_sampling(model)
+            rehearse_prefill_and_decoding(model, list(layer_of_kind))
+            rehearse_sampling_and_attention_gradient(model)
     finally:
         model.layers = all_layers
     return calls
 
 
 def rehearsal_tokens(model: Model) -> mx.array:
-    """Two rows of ids, (2, L)."""
-    length = 9 if model.config.delta else 3  # a gated delta net has another kernel beyond 8 tokens
+    """Two rows of token ids for a rehearsal, (2, L)."""
+    length = (
+        9 if model.config.delta else 3
+    )  # a gated delta net uses another kernel for more than 8 tokens
     ascending = mx.arange(length)
     return mx.stack([ascending, ascending[::-1]]) % model.config.vocab_size
 
 
-def rehearse_passes(model: Model, kinds: list[str]) -> None:
-    """Runs prefills and decode steps with padded and equal prompts, shared and copied caches."""
+def rehearse_prefill_and_decoding(model: Model, kinds: list[str]) -> None:
+    """
+    Runs the model on prompts and on single tokens, in all variants that use different kernels.
+
+    The prompts have different or equal lengths, and their caches are shared or copied.
+    """
     ids = rehearsal_tokens(model)
     layouts = ((True, [0, 0, 1, 1]), (True, [0, 0, 0, 1]), (False, [0, 0, 1, 1]))
     for padding in (mx.array([1, 0]), None):
@@ -781,14 +831,14 @@ def rehearse_passes(model: Model, kinds: list[str]) -> None:
         model.hidden(ids, prompts)
         for share_prefix, prompt_of in layouts:
             slots = SlotCache(prompts, 4, 4, share_prefix)
-            for new_slots in (None, [2, 3]):  # [2, 3] gives slots different lengths
-                slots.assign(prompt_of, new_slots)
+            for new_slots in (None, [2, 3]):  # with [2, 3], the slots have different lengths
+                slots.assign_prompts(prompt_of, new_slots)
                 slots.plan_writes()
                 model.hidden(mx.array([[1]] * 4), slots)
 
 
-def rehearse_sampling(model: Model) -> None:
-    """Samples tokens, and computes the gradient of attention."""
+def rehearse_sampling_and_attention_gradient(model: Model) -> None:
+    """Samples tokens with and without truncation, and computes the gradient of attention."""
     ids = rehearsal_tokens(model)
     logits = model.hidden(ids)[:, -1] @ model.head_weight.T
     uniforms = mx.full((2, 4), 0.5)
@@ -804,5 +854,5 @@ def rehearse_sampling(model: Model) -> None:
 
 
 if __name__ == "__main__":
-    # The doctor imports this module, so doctor.py is run here and not imported.
+    # doctor.py imports this module, so this module cannot import doctor.py, but runs it as a script
     runpy.run_path(str(Path(__file__).with_name("doctor.py")), run_name="__main__")

@@ -1,17 +1,19 @@
 """
 Caches of past tokens, for a batch of rows and for the slots of a decode batch.
 
-A layer with attention keeps keys and values; a gated delta net keeps a state of fixed size. Rows
-that share token runs with other rows have another cache, which is in layers/tree_cache.py.
+An attention layer caches keys and values, and a gated delta net caches a state of fixed size. The
+cache for rows that share token runs with other rows is in layers/tree_cache.py.
 
-`KVCache`: rows are right-aligned. A shorter row starts with `pad` columns that no query sees, and a
-row's position is the column minus its padding. Buffers grow by 128 columns, so that a decode step
-writes in place.
-`SlotCache`: a slot reads its prompt's cache in place or holds a copy, and counts the columns of its
-own tokens, so that a waiting row can take the slot of a complete one.
+In a `KVCache`, rows are right-aligned. A shorter row starts with padding columns that no query
+sees. The position of a token is its column minus the row's padding. Buffers grow by 128 columns at
+a time, so that most decode steps can write in place.
+In a `SlotCache`, a slot either reads its prompt's cache in place or has a copy of the prompt. Each
+slot counts the columns of its own tokens, so that a waiting row can take the slot of a complete
+row.
 
-Axes: N rows or slots, M slots that get tokens, K kv heads, S capacity, P prompt columns, W columns
-of a slot's own tokens, L new positions, D head dim; R rows of a part that G query rows each share.
+Axes: N rows or slots, M slots that get tokens, K key/value heads, S capacity in columns, P prompt
+columns, W columns of a slot's own tokens, L new positions, D dimensions per head, R rows in a
+shared part, G query rows that read each of these R rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +22,15 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-REFILL = 1 / 16  # fraction of idle slots at which waiting rows take them
-SHRINK = 1 / 4  # fraction of idle slots at which these are dropped, once no row waits
-CHUNK = 128  # columns; smaller chunks copy more often, larger ones waste memory on short rows
+REFILL = 1 / 16  # once this fraction of the slots is idle, waiting rows take the idle slots
+SHRINK = 1 / 4  # once this fraction of the slots is idle and no row waits, idle slots are dropped
+
+# Buffers grow by this number of columns. Smaller chunks are copied more often, and larger chunks
+# waste memory on short rows.
+CHUNK = 128
 
 
-def round_up(length: int) -> int:
+def round_up_to_chunk(length: int) -> int:
     """`length` rounded up to a multiple of CHUNK."""
     return -(-length // CHUNK) * CHUNK
 
@@ -33,110 +38,119 @@ def round_up(length: int) -> int:
 Mask = mx.array | str | None
 
 
-class Group(NamedTuple):
-    """Which cache row each query row reads: N query rows, R rows of one part of a cache."""
+class PartReaders(NamedTuple):
+    """For one cache part with R rows, which of these rows each of the N query rows reads."""
 
-    # (R, G) the query rows that read each row, padded with 0. None: rows r * G + g, unpadded
+    # (R, G) the query rows that read each cache row, padded with 0. If None, the query rows
+    # r * G to r * G + G - 1 read cache row r.
     members: mx.array | None = None
-    # (N,) each query row's index in the flattened (R, G)
+    # (N,) the index of each query row in the flattened `members`
     places: mx.array | None = None
-    # (R, 1, 1, S) boolean, or None. With G = 1 it may also be (N, 1, L, S) boolean or "causal"
+    # a boolean array (R, 1, 1, S) or None; if G is 1, also a boolean array (N, 1, L, S) or "causal"
     mask: Mask = None
 
 
-class Layout(NamedTuple):
-    """Which columns of a cache each new token reads, part by part."""
+class AttentionLayout(NamedTuple):
+    """Which columns of each cache part every new token reads."""
 
-    groups: list[Group]  # one per part, in the order of `Parts`
-    # the mask of all parts joined into one, (N, 1, L, S) boolean, which MLX computes only if it is
-    # used. None: only the newest part needs a mask.
+    part_readers: list[PartReaders]  # one entry per part, in the order of `Parts`
+
+    # A boolean mask (N, 1, L, S) over all parts joined into one, which MLX computes only if it is
+    # used. If None, only the newest part needs a mask.
     whole: mx.array | None = None
-    # (N,) each: the column where a row's new tokens begin, and where they end. The other columns
-    # are padding. None: no padding
+    # The columns at which each row's new tokens begin and end, (N,) each. All other new columns are
+    # padding. If None, there is no padding.
     spans: tuple[mx.array, mx.array] | None = None
 
 
-CAUSAL = Layout([Group(mask="causal")])  # one part: the new tokens themselves
-# Keys and values (R, K, S, D) of each part of a cache; a query attends to all parts. Usually there
-# is one part, of N rows. There are more parts where rows share columns.
-Parts = list[tuple[mx.array, mx.array]]
+CAUSAL = AttentionLayout([PartReaders(mask="causal")])  # a single part, the new tokens themselves
+KeysAndValues = tuple[mx.array, mx.array]
+# The keys and values (R, K, S, D) of each part of a cache. A query attends to all parts. Usually
+# there is a single part with N rows. If rows share columns, there are several parts.
+Parts = list[KeysAndValues]
+InputsAndMemory = tuple[mx.array, mx.array]
 
 
 class Cache(Protocol):
     """
-    The past tokens as a model sees them: a state for each layer, positions and masks.
+    The cached state of each layer, and the positions and attention masks of the next tokens.
 
-    Once per forward pass, a layer passes the arrays that it computed for the new tokens to its
-    state's `update`. For keys and values, (N, heads, L, size) in the order of rows and positions,
-    `update` returns all keys and values that these tokens may read, including their own. The
-    `Layout` says which token reads which column. The returned arrays never change afterwards.
+    Once per forward pass, a layer passes the arrays that it computed for the new tokens to the
+    `update` method of its state. Keys and values are (N, heads, L, size), in the order of rows and
+    positions. An attention layer's `update` returns all keys and values that the new tokens may
+    read, including their own. The `AttentionLayout` specifies which token reads which column. The
+    arrays that `update` returns never change afterwards.
     """
 
     layers: list[Any]
 
     def arrays(self) -> list[mx.array]:
-        """All arrays of the layers: `mx.eval` them to free the graph, or count their bytes."""
+        """All arrays of all layers, for example to evaluate them or to count their bytes."""
         return [array for layer in self.layers for array in layer.arrays()]
 
-    def offsets(self, num_rows: int) -> mx.array:
-        """The position of the first new token of each row, (N,) int32."""
+    def next_positions(self, num_rows: int) -> mx.array:
+        """The position of each row's first new token, (N,) int32."""
 
-    def layout(self, num_new: int) -> Layout:
-        """Which columns the next `num_new` tokens of each row read."""
+    def layout(self, num_new: int) -> AttentionLayout:
+        """Which columns the next `num_new` tokens of each row may read."""
 
     def advance(self, num_new: int) -> None:
-        """Counts the columns that a forward pass added. It is called after the pass."""
+        """Counts the `num_new` columns that a forward pass added, once the pass is complete."""
 
 
-# ---- what a layer keeps
+# ---- the state of one layer
 
 
-def widen_buffers(keys: mx.array, values: mx.array, num_added: int) -> tuple[mx.array, mx.array]:
-    """Both buffers with room for `num_added` more columns."""
+def widen_buffers(keys: mx.array, values: mx.array, num_added: int) -> KeysAndValues:
+    """Copies of both buffers with room for `num_added` more columns."""
     padding = [(0, 0), (0, 0), (0, num_added), (0, 0)]
     return mx.pad(keys, padding), mx.pad(values, padding)
 
 
 class LayerCache:
     """
-    Keys and values of one layer, each (N, K, S, D), with the first `length` columns written.
+    The keys and values of one layer, (N, K, S, D) each, whose first `length` columns are written.
 
-    Invariant: `length <= S`. No view of the buffers may outlive the step that made it: MLX writes a
-    slice in place only if nothing else references the buffer (which takes 0.02 ms on 128 MiB; a
-    copy takes 160 ms).
+    `length` never exceeds S. No view of a buffer may outlive the step that created the view,
+    because MLX writes a slice in place only if nothing else references the buffer. For a buffer of
+    128 MiB, a write in place takes 0.02 ms, and a write with a copy takes 160 ms.
     """
 
     def __init__(self, capacity: int = 0):
-        self.capacity = round_up(capacity)
+        self.capacity = round_up_to_chunk(capacity)
         self.length = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
 
     def update(self, keys: mx.array, values: mx.array) -> Parts:
-        """Appends (N, K, L, D) each. Returns all columns, (N, K, length, D) each, as one part."""
+        """
+        Appends keys and values, (N, K, L, D) each.
+
+        Returns all keys and values written so far, (N, K, length, D) each, as one part.
+        """
         assert keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
         if self.keys is None or self.values is None:
             self.keys = keys[:, :, :0]
             self.values = values[:, :, :0]
-        # slice assignment would silently broadcast one row to all, or cast
+        # slice assignment would silently broadcast a single row to all rows, or convert the dtype
         stored = (*self.keys.shape[:2], self.keys.shape[3], self.keys.dtype)
         new = (*keys.shape[:2], keys.shape[3], keys.dtype)
-        assert stored == new, f"{stored} != {new}"
+        assert stored == new, f"the buffers are {stored}, but the new arrays are {new}"
 
         begin = self.length
         end = begin + keys.shape[2]
         if end > self.keys.shape[2]:
-            self.capacity = max(self.capacity, round_up(end))
-            num_columns = self.capacity - self.keys.shape[2]
-            self.keys, self.values = widen_buffers(self.keys, self.values, num_columns)
+            self.capacity = max(self.capacity, round_up_to_chunk(end))
+            num_added = self.capacity - self.keys.shape[2]
+            self.keys, self.values = widen_buffers(self.keys, self.values, num_added)
         self.keys[:, :, begin:end] = keys
         self.values[:, :, begin:end] = values
         self.length = end
         return [self.select_rows(slice(None))]
 
-    def select_rows(self, rows: slice | mx.array) -> tuple[mx.array, mx.array]:
-        """The written columns of some rows, (R, K, length, D) each."""
-        assert self.keys is not None and self.values is not None, "nothing was written"
+    def select_rows(self, rows: slice | mx.array) -> KeysAndValues:
+        """The written keys and values of the given rows, (R, K, length, D) each."""
+        assert self.keys is not None and self.values is not None, "the cache is empty"
         return self.keys[rows, :, : self.length], self.values[rows, :, : self.length]
 
     def arrays(self) -> list[mx.array]:
@@ -144,23 +158,26 @@ class LayerCache:
 
 
 class WritePlan(NamedTuple):
-    """Which columns of a `SlotCache` the next tokens are written to."""
+    """The columns of a `SlotCache` to which the next tokens are written."""
 
-    # (M, 1) the slots that get tokens. None: each slot gets one, all in the same column
+    # (M, 1) the slots that get tokens. If None, each slot gets one token, all in the same column.
     slots: mx.array | None
-    columns: Any  # (M, L) columns of the buffers; if `slots` is None, the number of that one column
-    end: int  # the number of columns of the buffers in use afterwards
-    # (M,) the prompts to put before the own columns. None: `update` returns the parts as they are
+    # (M, L) buffer columns; if `slots` is None, the index of the single column
+    columns: Any
+    end: int  # the number of buffer columns in use after the write
+
+    # (M,) the prompts that `update` joins with the slots' own columns. If None, `update` returns
+    # prompts and own columns as separate parts.
     prompts: mx.array | None = None
 
 
 class SlotLayer:
     """
-    One layer of a `SlotCache`: a buffer per slot, whose last W columns are the slot's own.
+    One layer of a `SlotCache`, with one buffer per slot, whose last W columns are the slot's own.
 
-    Own column i holds the slot's token i. If prompts are shared, a buffer has no other columns, and
-    `update` returns a view of the prompts in use beside the own columns. Otherwise the buffer
-    (N, K, P + W, D) starts with a copy of the slot's prompt.
+    Own column i contains the keys and values of the slot's token i. If prompts are shared, a buffer
+    has only own columns, and `update` also returns a view of the prompts in use. Otherwise, each
+    slot's buffer has P + W columns and starts with a copy of the slot's prompt.
     """
 
     write_plan: WritePlan
@@ -168,43 +185,50 @@ class SlotLayer:
     def __init__(self, prompts: LayerCache, num_slots: int, width: int, share: bool):
         self.prompts = prompts
         self.first_own = 0 if share else prompts.length
-        self.in_use = slice(0, 0)  # which prompts have slots
+        self.in_use = slice(0, 0)  # the range of the prompts that have slots
         prompt_keys, prompt_values = prompts.select_rows(slice(None))
         num_columns = self.first_own + width
-        self.keys = make_slot_buffer(prompt_keys, num_slots, num_columns)
-        self.values = make_slot_buffer(prompt_values, num_slots, num_columns)
+        self.keys = make_zero_slot_buffer(prompt_keys, num_slots, num_columns)
+        self.values = make_zero_slot_buffer(prompt_values, num_slots, num_columns)
 
-    def assign(self, prompt_of: list[int], new_slots: list[int], moved: list[int]) -> None:
+    def assign_prompts(
+        self, prompt_of_slot: list[int], new_slots: list[int], moved_slots: list[int]
+    ) -> None:
         """
-        Takes a view of the prompts in use, or copies each slot's prompt into its buffer.
+        Records which prompts are in use, or copies each slot's prompt into the slot's buffer.
 
-        moved: the slots that had another prompt before; only these are copied.
+        moved_slots: the slots that had a different prompt before. Only these prompts are copied.
         """
-        self.in_use = slice(min(prompt_of), max(prompt_of) + 1)
-        if self.first_own and moved:
-            rows = mx.array([prompt_of[slot] for slot in moved])
+        self.in_use = slice(min(prompt_of_slot), max(prompt_of_slot) + 1)
+        if self.first_own and moved_slots:
+            rows = mx.array([prompt_of_slot[slot] for slot in moved_slots])
             for buffer, array in zip(self.arrays(), self.prompts.select_rows(rows), strict=True):
-                buffer[mx.array(moved), :, : self.first_own] = array
+                buffer[mx.array(moved_slots), :, : self.first_own] = array
 
-    def widen(self, num_columns: int) -> None:
-        """Makes room for `num_columns` more columns."""
-        self.keys, self.values = widen_buffers(self.keys, self.values, num_columns)
+    def add_columns(self, num_added: int) -> None:
+        """Makes room for `num_added` more columns."""
+        self.keys, self.values = widen_buffers(self.keys, self.values, num_added)
 
-    def select_slots(self, slots: mx.array) -> None:
+    def keep_only_slots(self, slots: mx.array) -> None:
         self.keys = self.keys[slots]
         self.values = self.values[slots]
 
     def arrays(self) -> list[mx.array]:
-        """The slots' buffers, without the prompts'."""
+        """The buffers of the slots, without those of the shared prompts."""
         return [self.keys, self.values]
 
     def update(self, keys: mx.array, values: mx.array) -> Parts:
-        """Writes (M, K, L, D) each as planned, and returns what these slots may read."""
+        """
+        Writes keys and values, (M, K, L, D) each, to the planned columns.
+
+        Returns the keys and values that these slots may read.
+        """
         slots, columns, end, prompts = self.write_plan
         num_slots, length = (len(self.keys), 1) if slots is None else columns.shape
-        # assignment would silently broadcast one row to all
+        # assignment would silently broadcast a single row to all rows
         shape = num_slots, self.keys.shape[1], length, self.keys.shape[3]
-        assert keys.shape == values.shape == shape, f"{keys.shape}, {values.shape}, not {shape}"
+        assert keys.shape == shape, f"the keys are {keys.shape} instead of {shape}"
+        assert values.shape == shape, f"the values are {values.shape} instead of {shape}"
         for buffer, new in ((self.keys, keys), (self.values, values)):
             if slots is None:
                 buffer[:, :, columns : columns + 1] = new
@@ -229,27 +253,32 @@ class SlotLayer:
         return [(joined_keys, joined_values)]
 
 
-def make_slot_buffer(prompt_array: mx.array, num_slots: int, num_columns: int) -> mx.array:
-    """Zeros for the slots, (num_slots, K, num_columns, D), in the heads and type of the prompts."""
+def make_zero_slot_buffer(prompt_array: mx.array, num_slots: int, num_columns: int) -> mx.array:
+    """
+    A buffer of zeros for the slots, (num_slots, K, num_columns, D).
+
+    The buffer has the heads, the head size and the dtype of `prompt_array`.
+    """
     _, num_heads, _, size = prompt_array.shape
     return mx.zeros((num_slots, num_heads, num_columns, size), prompt_array.dtype)
 
 
 class DeltaState:
     """
-    A gated delta net's state for a batch of rows, or for the rows of a tree's newest level.
+    The state of a gated delta net, for a batch of rows or for the rows of a tree's newest level.
 
-    parts: empty before the first tokens. Then it has one entry: the last inputs of the convolution,
-    (N, window - 1, channels), and the memory, (N, value heads, value dim, key dim) float32. Arrays
-    are replaced and never written in place, so gradients go through them.
+    `parts` is empty before the first tokens. Afterwards, its only entry contains the last inputs of
+    the convolution, (N, window - 1, channels), and the memory, (N, value heads, value dimensions,
+    key dimensions) float32. Arrays are replaced and never written in place, so gradients can be
+    computed through the state.
     """
 
     def __init__(self, parts: Parts | None = None):
         self.parts = parts or []
 
     @property
-    def newest(self) -> tuple[mx.array, mx.array] | None:
-        """The state that the next tokens begin with."""
+    def current_state(self) -> InputsAndMemory | None:
+        """The state from which the next tokens start, or None before the first tokens."""
         return self.parts[0] if self.parts else None
 
     def update(self, inputs: mx.array, memory: mx.array) -> None:
@@ -259,29 +288,32 @@ class DeltaState:
         return [array for part in self.parts for array in part]
 
     def select_rows(self, rows: Sequence[int]) -> "DeltaState":
-        """The state of some rows."""
+        """The state of the given rows."""
         index = mx.array(list(rows))
         return DeltaState([(inputs[index], memory[index]) for inputs, memory in self.parts])
 
-    def extend(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "DeltaState":
-        """The state of the parents, with which the rows of a tree's next level begin."""
+    def select_ancestors(
+        self, rows_of_level: Sequence[slice | mx.array], parents: Sequence[int]
+    ) -> "DeltaState":
+        """The states of the parents, from which the rows of a tree's next level start."""
         return self.select_rows(parents)
 
-    def flatten(self, target: "DeltaState", index: mx.array) -> None:
-        """Gives `target` the state of a tree's newest level, which has one state per row."""
+    def copy_to_flat_layer(self, target: "DeltaState", column_indices: mx.array) -> None:
+        """Sets the state of `target` to that of a tree's newest level, with one state per row."""
         target.parts = self.parts
 
 
 class DeltaSlots(DeltaState):
     """
-    A gated delta net's state for each slot, which begins as a copy of the prompt's state.
+    The states of a gated delta net, one per slot, which start as copies of the prompts' states.
 
-    A state cannot be set back to an earlier token, as columns can. Where rows take turns, a slot
-    draws one more token before the end of its turn is read. So the state before the newest token is
-    stored too, and a row that continues gets back its state at the end of the turn.
+    Unlike columns, a state cannot be reset to an earlier token. In a conversation with several
+    turns, a slot samples one more token before the sampler notices that the turn has ended. So the
+    state before the newest token is stored too, and a row that continues with another turn is reset
+    to its state at the end of the previous turn.
     """
 
-    # the slots that the next tokens belong to; None: all, one each
+    # the slots that get the next tokens; if None, each slot gets one token
     write_plan: mx.array | None = None
     keeps_before = False
     before: Parts
@@ -291,7 +323,7 @@ class DeltaSlots(DeltaState):
         super().__init__(prompts.select_rows([0] * num_slots).parts)
 
     @property
-    def newest(self) -> tuple[mx.array, mx.array] | None:
+    def current_state(self) -> InputsAndMemory | None:
         ((inputs, memory),) = self.parts
         if self.write_plan is None:
             return inputs, memory
@@ -305,114 +337,132 @@ class DeltaSlots(DeltaState):
             self.before = self.parts
         self.parts = [(inputs, memory)]
 
-    def assign(self, prompt_of: list[int], new_slots: list[int], moved: list[int]) -> None:
-        """Gives each new slot the state of its prompt, even if the slot had the same prompt."""
+    def assign_prompts(
+        self, prompt_of_slot: list[int], new_slots: list[int], moved_slots: list[int]
+    ) -> None:
+        """
+        Sets the state of each new slot to the state of its prompt.
+
+        The state of a new slot is set even if the slot had the same prompt before.
+        """
         if new_slots:
-            states = self.prompts.select_rows([prompt_of[slot] for slot in new_slots])
+            states = self.prompts.select_rows([prompt_of_slot[slot] for slot in new_slots])
             self.set_state(mx.array(new_slots), states.parts[0])
 
-    def set_state(self, slots: mx.array, state: tuple[mx.array, mx.array]) -> None:
-        """Replaces the state of some slots."""
+    def set_state(self, slots: mx.array, state: InputsAndMemory) -> None:
+        """Replaces the state of the given slots."""
         for buffer, array in zip(self.arrays(), state, strict=True):
             buffer[slots] = array
 
-    def get_state(self, slot: int, num_extra: int) -> tuple[mx.array, mx.array]:
-        """The state of a slot without its newest `num_extra` tokens, 0 or 1."""
-        ((inputs, memory),) = self.before if num_extra else self.parts
+    def get_state(self, slot: int, num_dropped: int) -> InputsAndMemory:
+        """The state of a slot before its newest `num_dropped` tokens, which must be 0 or 1."""
+        ((inputs, memory),) = self.before if num_dropped else self.parts
         return inputs[slot : slot + 1], memory[slot : slot + 1]
 
-    def select_slots(self, slots: mx.array) -> None:
+    def keep_only_slots(self, slots: mx.array) -> None:
         self.parts = [(inputs[slots], memory[slots]) for inputs, memory in self.parts]
 
 
-def make_layers(kinds: Sequence[str], make_attention_layer: Callable[[], Any]) -> list[Any]:
-    """An empty state for each layer, by its kind as in `ModelConfig.layer_kinds`."""
+def make_empty_layers(
+    layer_kinds: Sequence[str], make_attention_layer: Callable[[], Any]
+) -> list[Any]:
+    """An empty state for each layer, chosen by the layer's kind (`ModelConfig.layer_kinds`)."""
     layers: list[Any] = []
-    for kind in kinds:
+    for kind in layer_kinds:
         is_linear = kind == "linear_attention"
         layers.append(DeltaState() if is_linear else make_attention_layer())
     return layers
 
 
-# ---- what a model keeps
+# ---- the states of all layers
 
 
 class KVCache(Cache):
     """
-    The caches of all layers of a batch, and the alignment of its rows.
+    The caches of all layers for a batch, and the alignment of the rows of the batch.
 
-    pad: invisible columns before each row's first token, (N,) int32. None: all rows have the same
-    length, and decoding needs no mask.
+    pad: the number of invisible columns before each row's first token, (N,) int32. If None, all
+        rows have the same length, and decoding needs no mask.
     """
 
-    def __init__(self, kinds: Sequence[str], capacity: int = 0, pad: mx.array | None = None):
-        self.layers = make_layers(kinds, lambda: LayerCache(capacity))
+    def __init__(self, layer_kinds: Sequence[str], capacity: int = 0, pad: mx.array | None = None):
+        self.layers = make_empty_layers(layer_kinds, lambda: LayerCache(capacity))
         self.pad = pad
-        self.length = 0  # columns written so far, padding included
+        self.length = 0  # the number of columns written so far, including padding
 
     def advance(self, num_new: int) -> None:
         self.length += num_new
 
     def unpadded_mask(self, rows: slice | mx.array) -> mx.array | None:
-        """True where a written column is not padding, (R, 1, 1, length); None without padding."""
+        """
+        A mask (R, 1, 1, length) that is true where a written column is not padding.
+
+        Returns None if there is no padding.
+        """
         if self.pad is None:
             return None
         return (mx.arange(self.length) >= self.pad[rows][:, None])[:, None, None]
 
-    def offsets(self, num_rows: int) -> mx.array:
-        # Always an array: before 0.32, MLX's one-token rope with a scalar offset was wrong for
-        # batches on Metal.
+    def next_positions(self, num_rows: int) -> mx.array:
+        # The offsets are an array even if they are equal. Before MLX 0.32, `mx.fast.rope` with a
+        # scalar offset gave wrong results on Metal for batches of one-token rows.
         next_column = mx.full((num_rows,), self.length, dtype=mx.int32)
         if self.pad is None:
             return next_column
-        assert self.pad.shape == (num_rows,), f"{self.pad.shape} != {num_rows} rows"
+        assert self.pad.shape == (num_rows,), f"{num_rows} rows, but pad is {self.pad.shape}"
         return next_column - self.pad
 
-    def layout(self, num_new: int) -> Layout:
-        """One part for the next `num_new` queries, with padding masked out."""
+    def layout(self, num_new: int) -> AttentionLayout:
+        """A layout with a single part for the next `num_new` queries, with padding masked out."""
         if self.pad is None:
-            return CAUSAL if num_new > 1 else Layout([Group()])
+            return CAUSAL if num_new > 1 else AttentionLayout([PartReaders()])
         query = mx.arange(self.length, self.length + num_new)[:, None]
         column = mx.arange(self.length + num_new)[None]
-        # A query in the padding sees itself: an all-false mask row gives NaN on some backends, and
-        # 0 * NaN in the values would reach the real tokens.
+        # A query in the padding sees its own column. A mask row that is false everywhere gives NaN
+        # on some backends, and 0 * NaN in the values would then make real tokens NaN.
         visible = (column >= self.pad[:, None, None]) | (column == query)
         mask = ((column <= query) & visible)[:, None]  # (N, 1, L, length + L)
         begin = mx.clip(self.pad - self.length, 0, num_new)
         end = mx.full(begin.shape, num_new, mx.int32)
-        return Layout([Group(mask=mask)], spans=(begin, end))
+        return AttentionLayout([PartReaders(mask=mask)], spans=(begin, end))
 
 
-def make_group(rows: list[int], num_blocks: int, mask: Mask) -> Group:
-    """The group in which query row n reads row `rows[n]` of a part with `num_blocks` rows."""
-    members: list[list[int]] = [[] for _ in range(num_blocks)]
-    for query_row, row in enumerate(rows):
+def make_part_readers(row_of_query_row: list[int], num_part_rows: int, mask: Mask) -> PartReaders:
+    """The readers of a part, in which query row n reads the row `row_of_query_row[n]`."""
+    members: list[list[int]] = [[] for _ in range(num_part_rows)]
+    for query_row, row in enumerate(row_of_query_row):
         members[row].append(query_row)
     most = max(map(len, members))
     padded = np.array([readers + [0] * (most - len(readers)) for readers in members])
-    if np.array_equal(padded.ravel(), np.arange(len(rows))):
-        return Group(mask=mask)
-    places = [row * most + members[row].index(query_row) for query_row, row in enumerate(rows)]
-    return Group(mx.array(padded), mx.array(places), mask)
+    if np.array_equal(padded.ravel(), np.arange(len(row_of_query_row))):
+        return PartReaders(mask=mask)
+    places = [
+        row * most + members[row].index(query_row) for query_row, row in enumerate(row_of_query_row)
+    ]
+    return PartReaders(mx.array(padded), mx.array(places), mask)
 
 
 class SlotCache(Cache):
     """
-    The cache of a decode batch in which waiting rows take the slots of complete ones.
+    The cache of a decode batch in which waiting rows take the slots of complete rows.
 
-    share: store a prompt's columns once for all slots that continue it; otherwise each slot has a
-    copy. width: room for own tokens, which `plan_writes` widens. Each slot counts its own columns
-    in `lengths`; if a caller sets a length back, newer columns are overwritten. Call `plan_writes`
-    before each forward pass: it writes one token for every slot, or several, padded on the right,
-    for some slots.
+    share: whether a prompt's columns are stored once for all slots that continue the prompt. If
+        False, each slot has a copy of its prompt.
+    width: the initial number of columns for a slot's own tokens, which `plan_writes` increases.
+
+    Each slot counts its own columns in `lengths`. If a caller reduces the length of a slot, later
+    writes overwrite the columns after that length. Call `plan_writes` before each forward pass. The
+    pass then writes one token for every slot, or several tokens, padded on the right, for some of
+    the slots.
     """
 
     def __init__(self, prompts: KVCache, num_slots: int, width: int = 0, share: bool = True):
         self.prompts = prompts
         self.num_slots = num_slots
         self.share = share
-        self.width = round_up(width)
-        self.first_own = 0 if share else prompts.length  # first own column of each buffer
+        self.width = round_up_to_chunk(width)
+        # the index of the first own column in each buffer
+        self.first_own = 0 if share else prompts.length
         self.nets: list[DeltaSlots] = []
         self.attentions: list[SlotLayer] = []
         self.layers = []
@@ -425,90 +475,98 @@ class SlotCache(Cache):
                 attention = SlotLayer(layer, num_slots, self.width, share)
                 self.attentions.append(attention)
                 self.layers.append(attention)
-        self.prompt_of: list[int] = []  # each slot's prompt
-        self.lengths = np.zeros(num_slots, int)  # own columns of each slot
+        self.prompt_of: list[int] = []  # the index of each slot's prompt
+        self.lengths = np.zeros(num_slots, int)  # the number of own columns of each slot
         self.most_bytes = 0
-        self._record_bytes()
+        self._update_most_bytes()
 
-    def _record_bytes(self) -> None:
+    def _update_most_bytes(self) -> None:
         num_bytes = sum(array.nbytes for array in self.prompts.arrays() + self.arrays())
         self.most_bytes = max(self.most_bytes, num_bytes)
 
-    def assign(self, prompt_of: list[int], new_slots: list[int] | None = None) -> None:
+    def assign_prompts(self, prompt_of_slot: list[int], new_slots: list[int] | None = None) -> None:
         """
-        Sets each slot's prompt.
+        Sets the prompt of each slot.
 
-        new_slots: the slots whose rows begin; None: all. The others keep their columns.
+        new_slots: the slots in which a new row begins, or None for all slots. All other slots keep
+            their own columns.
         """
         if new_slots is None:
-            new_slots = list(range(len(prompt_of)))
-        moved = [slot for slot in new_slots if self.prompt_of[slot : slot + 1] != [prompt_of[slot]]]
+            new_slots = list(range(len(prompt_of_slot)))
+        moved_slots = [
+            slot for slot in new_slots if self.prompt_of[slot : slot + 1] != [prompt_of_slot[slot]]
+        ]
         for layer in self.layers:
-            layer.assign(prompt_of, new_slots, moved)
-        self.prompt_of = prompt_of
+            layer.assign_prompts(prompt_of_slot, new_slots, moved_slots)
+        self.prompt_of = prompt_of_slot
         self.lengths[new_slots] = 0
-        self.first_position = np.full(len(prompt_of), self.prompts.length)
+        self.first_position = np.full(len(prompt_of_slot), self.prompts.length)
         if self.prompts.pad is not None:
-            self.first_position -= np.array(self.prompts.pad)[prompt_of]
+            self.first_position -= np.array(self.prompts.pad)[prompt_of_slot]
 
         if not self.share:
-            self.prompt_mask = self.prompts.unpadded_mask(mx.array(prompt_of))
+            self.prompt_mask = self.prompts.unpadded_mask(mx.array(prompt_of_slot))
             return
-        first = min(prompt_of)
-        end = max(prompt_of) + 1
+        first = min(prompt_of_slot)
+        end = max(prompt_of_slot) + 1
         self.prompt_mask = self.prompts.unpadded_mask(slice(first, end))
-        rows = [prompt - first for prompt in prompt_of]
-        self.readers = make_group(rows, end - first, self.prompt_mask)
+        rows = [prompt - first for prompt in prompt_of_slot]
+        self.readers = make_part_readers(rows, end - first, self.prompt_mask)
 
-    def plan_writes(self, num_new: dict[int, int] | None = None) -> None:
-        """Plans the next forward pass. num_new: the tokens that some slots get; None: 1 for all."""
-        if num_new is None:
+    def plan_writes(self, num_new_of_slot: dict[int, int] | None = None) -> None:
+        """
+        Plans where the next forward pass writes its tokens, and makes room for them.
+
+        num_new_of_slot: the number of new tokens by slot. If None, each slot gets one token.
+        """
+        if num_new_of_slot is None:
             self.planned_slots = np.arange(self.num_slots)
             self.num_new = np.array(1)
         else:
-            self.planned_slots = np.array(list(num_new))
-            self.num_new = np.array(list(num_new.values()))
+            self.planned_slots = np.array(list(num_new_of_slot))
+            self.num_new = np.array(list(num_new_of_slot.values()))
         begins = self.lengths[self.planned_slots]
         most_new = int(self.num_new.max())
         used = int(begins.max()) + most_new
 
-        num_missing = round_up(used) - self.width
+        num_missing = round_up_to_chunk(used) - self.width
         if num_missing > 0:
             for layer in self.attentions:
-                layer.widen(num_missing)
+                layer.add_columns(num_missing)
             self.width += num_missing
-            self._record_bytes()
+            self._update_most_bytes()
 
-        if num_new is None and begins.min() == used - 1:
+        if num_new_of_slot is None and begins.min() == used - 1:
             column = self.first_own + used - 1
             self.write_plan = WritePlan(None, column, self.first_own + used)
         else:
             prompts = None
-            if num_new is not None:
-                prompts = mx.array([self.prompt_of[slot] for slot in num_new])
+            if num_new_of_slot is not None:
+                prompts = mx.array([self.prompt_of[slot] for slot in num_new_of_slot])
             columns = mx.array(self.first_own + begins[:, None] + np.arange(most_new))
             slots = mx.array(self.planned_slots[:, None])
             self.write_plan = WritePlan(slots, columns, self.first_own + used, prompts)
         for layer in self.attentions:
             layer.write_plan = self.write_plan
         for net in self.nets:
-            net.write_plan = None if num_new is None else mx.array(self.planned_slots)
+            net.write_plan = None if num_new_of_slot is None else mx.array(self.planned_slots)
 
     def advance(self, num_new: int) -> None:
         self.lengths[self.planned_slots] += self.num_new
 
-    def offsets(self, num_rows: int) -> mx.array:
-        """The position of the next token of each slot that gets some, (M,) int32."""
+    def next_positions(self, num_rows: int) -> mx.array:
+        """The position of the first new token of each slot that gets tokens, (M,) int32."""
         num_planned = len(self.planned_slots)
-        assert num_rows == num_planned, f"{num_rows} rows for {num_planned} slots"
+        assert num_rows == num_planned, f"{num_rows} rows, but {num_planned} planned slots"
         positions = (self.first_position + self.lengths)[self.planned_slots]
         return mx.array(positions.astype(np.int32))
 
-    def layout(self, num_new: int) -> Layout:
+    def layout(self, num_new: int) -> AttentionLayout:
         """
-        Two parts, prompts and own columns, if prompts are shared and all slots get one token.
+        A layout with one or two parts.
 
-        Otherwise one part, with the mask (M, 1, L, P + W) or None.
+        There are two parts, prompts and own columns, if prompts are shared and each slot gets one
+        token. Otherwise there is one part, with a mask (M, 1, L, P + W) or without a mask.
         """
         slots, _, end, prompts = self.write_plan
         num_own = end - self.first_own
@@ -518,7 +576,7 @@ class SlotCache(Cache):
             last = mx.array(lengths + np.arange(num_new)[:, None])
             own_mask = mx.arange(num_own) <= last  # (M, 1, L, W)
         if self.share and prompts is None:
-            return Layout([self.readers, Group(mask=own_mask)])
+            return AttentionLayout([self.readers, PartReaders(mask=own_mask)])
 
         spans = None
         prompt_mask = self.prompt_mask
@@ -527,25 +585,25 @@ class SlotCache(Cache):
             spans = begin, mx.array(self.num_new.astype(np.int32))
             prompt_mask = self.prompts.unpadded_mask(prompts)
         if prompt_mask is None and own_mask is None:
-            return Layout([Group()])
+            return AttentionLayout([PartReaders()])
         shape = len(self.planned_slots), 1, num_new
         masks = [
             broadcast_mask(prompt_mask, (*shape, self.prompts.length)),
             broadcast_mask(own_mask, (*shape, num_own)),
         ]
-        return Layout([Group(mask=mx.concatenate(masks, axis=-1))], spans=spans)
+        return AttentionLayout([PartReaders(mask=mx.concatenate(masks, axis=-1))], spans=spans)
 
-    def select_slots(self, slots: list[int]) -> None:
-        """Drops all slots but these, in this order."""
+    def keep_only_slots(self, slots: list[int]) -> None:
+        """Drops all slots except the given slots, and arranges these in the given order."""
         for layer in self.layers:
-            layer.select_slots(mx.array(slots))
+            layer.keep_only_slots(mx.array(slots))
         self.num_slots = len(slots)
         self.lengths = self.lengths[slots]
-        self.assign([self.prompt_of[slot] for slot in slots], [])
+        self.assign_prompts([self.prompt_of[slot] for slot in slots], [])
 
 
 def broadcast_mask(mask: mx.array | None, shape: tuple[int, ...]) -> mx.array:
-    """A mask in this shape; None is a mask that shows everything."""
+    """The mask, broadcast to the given shape; a mask of None becomes all true."""
     if mask is None:
         return mx.ones(shape, mx.bool_)
     return mx.broadcast_to(mask, shape)

@@ -1,15 +1,16 @@
 """
 Low-rank adapters on the fused projections of a frozen model.
 
-Adapters are float32. Disabling them gives the base model. A 16-bit model computes with 16-bit
-copies of its adapters; the trained and saved matrices stay float32.
+Adapters are float32. Disabling the adapters restores the base model. A 16-bit model computes with
+16-bit copies of its adapters; the matrices that are trained and saved stay float32.
 
-A fused projection has one adapter, so query, key and value share its A. Each part of the projection
-uses that A and its own columns of B. This is exactly the form of the
-adapters that mlx_lm puts on the separate projections.
+A fused projection combines several projections, such as query, key and value, and has one adapter.
+All parts of a fused projection share the adapter's matrix A, and each part has its own columns of
+the matrix B. So the adapter is equivalent to the adapters that mlx_lm puts on the separate
+projections.
 
-The formats of adapters on disk are in disk/adapters.py. The command that merges an adapter into its
-model, or writes it for other programs, is export.py.
+disk/adapters.py reads and writes the file formats of adapters. The command export.py merges an
+adapter into its model, or converts the adapter for other programs.
 
 Axes: M rows, C input width, O output width, R rank of an adapter, r rank of one part's adapter.
 """
@@ -20,7 +21,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -35,7 +36,11 @@ from machine import gpu, kernels
 
 
 class LoRALinear(nn.Module):
-    """y = x W^T + b + scale * x A B: a frozen linear layer with an adapter A (C, R), B (R, O)."""
+    """
+    A frozen linear layer with a low-rank adapter.
+
+    The layer computes y = x W^T + b + scale * x A B, where A is (C, R) and B is (R, O).
+    """
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, key: mx.array):
         super().__init__()
@@ -45,10 +50,13 @@ class LoRALinear(nn.Module):
         self.enabled = True
         bound = 1 / math.sqrt(in_width)
         self.lora_a = mx.random.uniform(-bound, bound, (in_width, rank), key=key)
-        self.lora_b = mx.zeros((rank, out_width))  # so that training begins at the base model
-        # A and B, and the 16-bit copies that were made from them
+        self.lora_b = mx.zeros(
+            (rank, out_width)
+        )  # zeros, so that training begins with the base model
+
+        # A, B and their 16-bit copies, as last computed
         self._rounded: tuple[mx.array, ...] = ()
-        # A and B before training, if it began with an adapter
+        # A and B before training, if training began with a given adapter
         self._start: tuple[mx.array, ...] = ()
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -57,10 +65,14 @@ class LoRALinear(nn.Module):
         if x.dtype == mx.float32:
             return mx.addmm(self.linear(x), self.scale * (x @ self.lora_a), self.lora_b)
         rows = x.reshape(-1, x.shape[-1])
-        return self._half_precision_adapter(rows).reshape(*x.shape[:-1], -1)
+        return self._forward_in_half_precision(rows).reshape(*x.shape[:-1], -1)
 
-    def rounded_matrices(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """A and scale * B in a 16-bit type, computed once for each pair of A and B."""
+    def cached_a_and_scaled_b(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """
+        A and scale * B in a 16-bit type.
+
+        The 16-bit copies are computed again only if A, B or the type has changed.
+        """
         last = self._rounded
         is_current = (
             bool(last)
@@ -74,38 +86,49 @@ class LoRALinear(nn.Module):
             self._rounded = (self.lora_a, self.lora_b, low_a, low_b)
         return self._rounded[2], self._rounded[3]
 
-    def _half_precision_adapter(self, x: mx.array) -> mx.array:
+    def _forward_in_half_precision(self, x: mx.array) -> mx.array:
         """
-        (M, C) -> (M, O) in the type of x, with a gradient for x, A and B.
+        The output of the layer and its adapter, (M, C) -> (M, O), in the 16-bit type of x.
 
-        The frozen layer gets no gradient. Products are rounded to 16 bits. Sums and the gradients
-        of A and B are float32. Only x and x A are held for the backward pass. Autodiff would hold
-        float32 copies of x, x A and the gradient of y.
+        The output has a gradient for x, A and B, but none for the frozen layer. Products are
+        rounded to 16 bits. Sums and the gradients of A and B are float32. Only x and x A stay in
+        memory for the backward pass. Automatic differentiation would also keep float32 copies of x,
+        x A and the gradient of y.
         """
-        low_a, low_b = self.rounded_matrices(x.dtype)
+        low_a, low_b = self.cached_a_and_scaled_b(x.dtype)
 
-        def forward(x: mx.array, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        def output_and_x_times_a(
+            x: mx.array, lora_a: mx.array, lora_b: mx.array
+        ) -> tuple[mx.array, mx.array]:
+            """The layer's output and the product x A, computed with 16-bit copies of A and B."""
             product = x @ low_a  # (M, R)
             return mx.addmm(self.linear(x), product, low_b), product
 
-        def backward(
+        def gradients_of_x_a_b(
             primals: Any, cotangents: Any, outputs: Any
         ) -> tuple[mx.array, mx.array, mx.array]:
+            """The gradients with respect to x, A and B."""
             x = primals[0]
             d_y = cotangents[0]
             product = outputs[1]
             d_product = d_y @ low_b.T
             d_x = mx.addmm(d_y @ self.linear.weight, d_product, low_a.T)
-            d_a = ops.tall_product(d_product, x).T
-            d_b = self.scale * ops.tall_product(product, d_y)
+            d_a = ops.transposed_product(d_product, x).T
+            d_b = self.scale * ops.transposed_product(product, d_y)
             return d_x, d_a, d_b
 
-        y: mx.array = gpu.call_with_vjp(forward, backward, x, self.lora_a, self.lora_b)[0]
+        y: mx.array = gpu.call_with_vjp(
+            output_and_x_times_a, gradients_of_x_a_b, x, self.lora_a, self.lora_b
+        )[0]
         return y
 
 
 def adapted_layers(model: gwen.Model) -> Iterator[tuple[str, LoRALinear]]:
-    """Every projection with an adapter, and its name, such as "layers.0.self_attn.qkv_proj"."""
+    """
+    The name and the layer of each projection that has an adapter.
+
+    An example of a name is "layers.0.self_attn.qkv_proj".
+    """
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
             yield name, module
@@ -118,19 +141,23 @@ def apply(
     model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> None:
     """
-    Freezes the model and adds an adapter to the target projections of its layers, in place.
+    Freezes the model, and adds a new adapter to each target projection, in place.
 
-    Raises ValueError if the model has no such projection.
+    Raises ValueError if the model has none of the target projections.
     """
     model.freeze()
     linears = {}
+    available = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.split(".")[-1] in targets:
+        projection = name.split(".")[-1]
+        if isinstance(module, nn.Linear) and projection in TARGETS and projection not in available:
+            available.append(projection)
+        if isinstance(module, nn.Linear) and projection in targets:
             linears[name] = module
     if not linears:
         raise ValueError(
-            f"--lora-targets {' '.join(targets)}: {model.config.family.members} have no such "
-            "projection"
+            f"--lora-targets {' '.join(targets)}: models of the kind {model.config.family.members} "
+            f"have none of these projections; use some of {', '.join(available)}"
         )
 
     keys = mx.random.split(mx.random.key(seed), len(linears))
@@ -140,30 +167,31 @@ def apply(
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
-    if gpu.has_metal() and kernels.kernels_are_wanted():
-        check_kernels(model, rank)
+    if gpu.can_run_metal_kernels() and kernels.are_kernels_wanted():
+        check_kernels_for_rank(model, rank)
 
 
-def check_kernels(model: gwen.Model, rank: int) -> None:
-    """Checks the kernels that depend on the rank, which `gwen.check_kernels` does not know."""
+def check_kernels_for_rank(model: gwen.Model, rank: int) -> None:
+    """Checks the GPU kernels whose shapes depend on the adapters' rank."""
     widths: set[int] = set()
     for _, layer in adapted_layers(model):
         widths.update(layer.linear.weight.shape)
     dtype = model.head_weight.dtype
     with kernels.record_calls() as calls:
         for width in sorted(widths):
-            low = kernels.normal_array(3, rank, dtype=dtype)
-            wide = kernels.normal_array(3, width, dtype=dtype)
-            ops.tall_product(low, wide)
-    kernels.check_calls(calls)
+            low = kernels.random_normal_array(3, rank, dtype=dtype)
+            wide = kernels.random_normal_array(3, width, dtype=dtype)
+            ops.transposed_product(low, wide)
+    kernels.turn_off_faulty_kernels(calls)
 
 
 @contextlib.contextmanager
 def disable_adapters(model: gwen.Model) -> Iterator[None]:
     """
-    In this context the model is its base model, without gradients. A frozen judge is used so.
+    Inside the `with` block, the model computes without its adapters and without gradients.
 
-    A model without adapters stays as it is.
+    The frozen judge uses the model in this way. For a model without adapters, only the gradients
+    are switched off.
     """
     enabled_layers = [layer for _, layer in adapted_layers(model) if layer.enabled]
     for layer in enabled_layers:
@@ -179,10 +207,11 @@ def disable_adapters(model: gwen.Model) -> Iterator[None]:
 @contextlib.contextmanager
 def with_initial_weights(model: gwen.Model) -> Iterator[None]:
     """
-    In this context the model has the weights with which its training began, without gradients.
+    Inside the `with` block, the model has the weights that it had before training.
 
-    That is the reference policy: the base model, unless `start_from` or `attach_adapter` set other
-    initial weights.
+    The model with these weights is the reference policy, and has no gradients. The reference policy
+    is the base model unless `initialize_adapters` or `attach_saved_adapter` set other initial
+    weights.
     """
     trained = []
     for _, layer in adapted_layers(model):
@@ -202,21 +231,29 @@ def with_initial_weights(model: gwen.Model) -> Iterator[None]:
 # ---- adapters from disk
 
 
-# A (C, R) and B (R, O) float32 of each fused projection, such as "layers.0.self_attn.qkv_proj"
-Fused = dict[str, tuple[mx.array, mx.array]]
+# The float32 matrices A (C, R) and B (R, O) of each fused projection. The keys are the names of the
+# projections, such as "layers.0.self_attn.qkv_proj".
+FusedMatrices = dict[str, tuple[mx.array, mx.array]]
 
 
-def read_adapter_for_model(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
+class FusedAdapter(NamedTuple):
+    """An adapter that was read from disk, with matrices for the model's fused projections."""
+
+    scale: float
+    matrices: FusedMatrices
+
+
+def read_adapter_for_model(model: gwen.Model, path: str | Path) -> FusedAdapter:
     """
-    Reads an adapter of mlx_lm or PEFT for a model without adapters; returns its scale and matrices.
+    Reads an adapter in the layout of mlx_lm or PEFT for a model that has no adapters.
 
-    path: see `adapters.find_adapter`. An adapter that Gwen wrote gets, to the bit, the values
-    that it had in training.
+    path: see `adapters.find_adapter_directory`. An adapter that Gwen wrote is read with exactly the
+    values that it had in training.
 
-    Raises ValueError unless it is a "lora" adapter for this model's projections.
+    Raises ValueError unless the file is a "lora" adapter for this model's projections.
     """
     weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
-    _, scale, pairs = adapters.load_fitting(weights, path)
+    _, scale, pairs = adapters.read_matching_adapter(weights, path)
     fused = {}
     for name, linear in model.named_modules():
         if not isinstance(linear, nn.Linear) or name.split(".")[-1] not in TARGETS:
@@ -224,34 +261,35 @@ def read_adapter_for_model(model: gwen.Model, path: str | Path) -> tuple[float, 
         rows_of = hub.unfuse_weights({name: linear.weight}, model.config)
         part_pairs = {part: pairs.pop(part) for part in rows_of if part in pairs}
         if part_pairs:
-            num_rows = {part: len(rows) for part, rows in rows_of.items()}
-            fused[name] = fuse_pairs(part_pairs, num_rows)
+            output_widths = {part: len(rows) for part, rows in rows_of.items()}
+            fused[name] = fuse_part_adapters(part_pairs, output_widths)
     if pairs:
         raise ValueError(
-            f"--adapter {path}: {next(iter(pairs))} is no projection that can have an adapter here"
+            f"--adapter {path}: the adapter changes {next(iter(pairs))}, but here an adapter can "
+            f"change only these projections: {', '.join(TARGETS)}"
         )
-    return scale, fused
+    return FusedAdapter(scale, fused)
 
 
-def fuse_pairs(
-    part_pairs: dict[str, tuple[mx.array, mx.array]], num_rows: dict[str, int]
+def fuse_part_adapters(
+    part_pairs: dict[str, tuple[mx.array, mx.array]], output_widths: dict[str, int]
 ) -> tuple[mx.array, mx.array]:
     """
-    A (C, R) and B (R, O) of a fused projection, from the matrices of its parts.
+    The matrices A (C, R) and B (R, O) of a fused projection, from the matrices of its parts.
 
-    part_pairs: A (C, r) and B (r, rows) of the parts that have an adapter.
-    num_rows: the output rows of every part, in their order.
+    part_pairs: A (C, r) and B (r, width) of each part that has an adapter.
+    output_widths: the output width of every part, in the order of the parts.
 
-    If all parts have an equal A, they share it. Otherwise the matrices A of all parts are
-    concatenated, and each part's columns of B are 0 except in the rows of its own A.
+    If the matrices A of all parts are equal, the parts share one A. Otherwise all matrices A are
+    concatenated, and the columns of B for a part are 0 except in the rows for its own A.
     """
     lows = [low.astype(mx.float32) for low, _ in part_pairs.values()]
     if all(mx.array_equal(low, lows[0]).item() for low in lows):
         lows = lows[:1]
     adapted_parts = list(part_pairs)
     columns = []
-    for part, size in num_rows.items():
-        blocks = [mx.zeros((low.shape[1], size)) for low in lows]
+    for part, width in output_widths.items():
+        blocks = [mx.zeros((low.shape[1], width)) for low in lows]
         if part in part_pairs:
             place = adapted_parts.index(part) % len(lows)
             blocks[place] = part_pairs[part][1].astype(mx.float32)
@@ -259,17 +297,21 @@ def fuse_pairs(
     return mx.concatenate(lows, axis=1), mx.concatenate(columns, axis=1)
 
 
-def attach_adapter(model: gwen.Model, path: str | Path, start: str | Path | None = None) -> None:
+def attach_saved_adapter(
+    model: gwen.Model, path: str | Path, initial_adapter: str | Path | None = None
+) -> None:
     """
-    Adds an adapter beside the model's weights, so that `disable_adapters` can switch it off.
+    Reads an adapter, and adds it to the model without changing the model's own weights.
 
-    start: the adapter with which its training began, for `with_initial_weights`.
+    The adapter can therefore be switched off with `disable_adapters`. initial_adapter: the path of
+    the adapter with which the training of this adapter began, for `with_initial_weights`.
+
     Raises ValueError like `read_adapter_for_model`.
     """
     scale, pairs = read_adapter_for_model(model, path)
-    start_pairs: Fused = {}
-    if start is not None:
-        start_pairs = read_adapter_for_model(model, start)[1]
+    initial_pairs: FusedMatrices = {}
+    if initial_adapter is not None:
+        initial_pairs = read_adapter_for_model(model, initial_adapter).matrices
 
     linears = dict(model.named_modules())
     adapted = []
@@ -277,27 +319,28 @@ def attach_adapter(model: gwen.Model, path: str | Path, start: str | Path | None
         layer = LoRALinear(linears[name], 1, scale, mx.random.key(0))
         layer.lora_a = low
         layer.lora_b = high
-        if start is not None:
-            layer._start = start_pairs[name]
+        if initial_adapter is not None:
+            layer._start = initial_pairs[name]
         adapted.append((name, layer))
     model.update_modules(tree_unflatten(adapted))
 
 
-def start_from(model: gwen.Model, scale: float, pairs: Fused) -> None:
+def initialize_adapters(model: gwen.Model, scale: float, pairs: FusedMatrices) -> None:
     """
-    Copies the values of another adapter into the adapters that `apply` made.
+    Copies the values of a given adapter into the adapters that `apply` made.
 
-    The result is the model before training, see `with_initial_weights`. Ranks and projections that
-    the other adapter lacks begin as in `apply`, with A random and B zero, so they add nothing.
+    These values become the initial weights (see `with_initial_weights`). Where the given adapter
+    has a lower rank or lacks a projection, A stays random and B stays 0, so nothing is added.
 
-    Raises ValueError naming the flag to set if the model's adapters have fewer ranks or
-    projections.
+    Raises ValueError, which names the flag to set, if the adapters of the model have a lower rank
+    or lack a projection.
     """
     adapted = dict(adapted_layers(model))
     missing = sorted({name.rpartition(".")[2] for name in pairs.keys() - adapted.keys()})
     if missing:
         raise ValueError(
-            f"--init-adapter adapts {', '.join(missing)} too; add that to --lora-targets"
+            f"--init-adapter also changes {', '.join(missing)}; add {' '.join(missing)} to "
+            "--lora-targets"
         )
 
     needed_rank = max(low.shape[1] for low, _ in pairs.values())
@@ -305,7 +348,8 @@ def start_from(model: gwen.Model, scale: float, pairs: Fused) -> None:
         rank = layer.lora_a.shape[1]
         if rank < needed_rank:
             raise ValueError(
-                f"--init-adapter needs --lora-rank {needed_rank}, or more; it is {rank}"
+                f"--lora-rank is {rank}, but --init-adapter has rank {needed_rank}; use "
+                f"--lora-rank {needed_rank} or more"
             )
         if name in pairs:
             low, high = pairs[name]
@@ -320,12 +364,16 @@ def start_from(model: gwen.Model, scale: float, pairs: Fused) -> None:
 # ---- adapters to disk
 
 
-def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
-    """A and B of each part by mlx_lm's name, such as "model.layers.0.self_attn.q_proj.lora_a"."""
+def mlx_lm_adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
+    """
+    The matrices A and B of each part of the fused projections, under the names that mlx_lm uses.
+
+    An example of a name is "model.layers.0.self_attn.q_proj.lora_a".
+    """
     prefix = hub.MLX_LM_PREFIX if model.config.family.is_hybrid else ""
     weights = {}
     for name, layer in adapted_layers(model):
-        # B^T has the output rows of the weight, so the rule that unfuses weights unfuses it too
+        # B^T has the same output rows as the weight, so the same function splits it into parts
         parts = hub.unfuse_weights({name: layer.lora_b.T}, model.config)
         for part, rows in parts.items():
             weights[f"{prefix}{part}.lora_a"] = layer.lora_a
@@ -333,17 +381,23 @@ def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
     return weights
 
 
-def adapter_config(model: gwen.Model, weights: dict[str, mx.array], base: str) -> dict[str, Any]:
-    """The content of mlx_lm's adapter_config.json for the trained weights of a model."""
+def mlx_lm_adapter_config(
+    model: gwen.Model, weights: dict[str, mx.array], base_name: str
+) -> dict[str, Any]:
+    """
+    The content of adapter_config.json in the format of mlx_lm.
+
+    weights: the trained weights of the model. base_name: the model's name or path.
+    """
     config: dict[str, Any] = {
-        "model": base,
+        "model": base_name,
         "fine_tune_type": "full",
         "num_layers": len(model.layers),
     }
     layers = [layer for _, layer in adapted_layers(model)]
     if not layers:
         return config
-    projections = {hub.plain_name(name).rpartition(".")[0] for name in weights}
+    projections = {hub.standard_tensor_name(name).rpartition(".")[0] for name in weights}
     keys = sorted({projection.split(".", 3)[3] for projection in projections})
     config["fine_tune_type"] = "lora"
     config["lora_parameters"] = {
@@ -355,21 +409,21 @@ def adapter_config(model: gwen.Model, weights: dict[str, mx.array], base: str) -
     return config
 
 
-def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
+def save_adapter_or_full_weights(model: gwen.Model, directory: Path, base_name: str) -> bool:
     """
-    Writes the trained weights in mlx_lm's adapter layout; returns whether they are adapters.
+    Saves the trained weights in mlx_lm's adapter layout. Returns whether the model has adapters.
 
-    base: the model's name or path. For a model without adapters it writes a "full" adapter: all
-    weights, with un-fused projections.
+    base_name: the model's name or path. For a model without adapters, all weights are saved as a
+    "full" adapter, with fused projections split into their parts.
     """
     directory.mkdir(parents=True, exist_ok=True)
     has_adapters = any(True for _ in adapted_layers(model))
     if has_adapters:
-        weights = adapter_weights(model)
+        weights = mlx_lm_adapter_weights(model)
     else:
         parts = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
-        weights = hub.to_mlx_lm_names(parts, model.config.family)
-    config = adapter_config(model, weights, base)
+        weights = hub.rename_to_mlx_lm(parts, model.config.family)
+    config = mlx_lm_adapter_config(model, weights, base_name)
     checkpoint.save_tensors(directory / "adapters.safetensors", weights)
     checkpoint.write_synced_json(directory / "adapter_config.json", config)
     return has_adapters
@@ -377,5 +431,5 @@ def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
 
 if __name__ == "__main__":
     command = shlex.join(["uv", "run", "export.py", *sys.argv[1:]])
-    print(f"lora.py is a library; the command is now: {command}", file=sys.stderr)
+    print(f"lora.py is no longer a command; use: {command}", file=sys.stderr)
     sys.exit(2)

@@ -1,11 +1,11 @@
 """
-The command that estimates what a run will need: `uv run preflight.py --model M`.
+Estimates the memory and time of a run before the run starts: `uv run preflight.py --model M`.
 
-It takes the flags of train.py. It prints the memory and the time of a step, estimated from the
-settings and the model's configuration, for completions that are as long as `--max-tokens` allows.
-`--try` takes some steps instead, and says whether to start the run. `--audit` shows which answers
-the reward functions reward. `--fits` shows which models this machine can train. This file is the
-command; the estimates and the trial are in forecast/.
+The command accepts the flags of train.py. The estimates are computed from the settings and from the
+configuration of the model, as if every completion were as long as `--max-tokens` allows.
+`--try` trains for a few steps and reports whether the run is worth starting. `--audit` shows which
+answers the reward functions reward. `--fits` lists the models that this machine can train. The
+estimates and the trial are computed in forecast/.
 """
 
 import argparse
@@ -19,22 +19,22 @@ import gwen
 import tasks
 from config import SETTINGS, Config
 from disk import checkpoint, model_choice
-from flags import Parser, check_least, escape_invisible, parse_setting, report_mistakes
+from flags import Parser, check_minimums, escape_invisible, exit_on_mistakes, parse_setting
 from forecast.memory_estimate import (
     CHANGE,
     TOO_LARGE,
     RunDemand,
     choose_sizes,
-    explain_misfit,
-    memory_line,
-    rubric_path,
+    explain_memory_misfit,
+    find_rubric_path,
+    format_memory_line,
 )
-from forecast.time_estimate import describe_fitting_models, time_line
-from forecast.trial import audit_rewards, try_run
+from forecast.time_estimate import format_time_line, list_fitting_model_lines
+from forecast.trial import audit_reward_functions, try_first_steps
 from machine import alive
 from machine.output import guard_output
 from rewards import audit
-from settings.sources import given_settings, parse_flags, resolve_settings
+from settings.sources import parse_flags, resolve_settings, settings_from_flags
 from tools import toolbox
 
 
@@ -42,107 +42,120 @@ from tools import toolbox
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(
         "preflight.py",
-        "Show what memory a run needs, or what its rewards pay for. "
-        "It takes the flags of train.py, and these:",
+        "Estimate the memory and time of a run, or check its rewards, before the run starts. "
+        "All flags of train.py are accepted, and also these flags:",
     )
     parser.add_argument(
         "--try",
         action="store_true",
         dest="trial",
-        help="take four steps first, and say whether a full run is worth starting",
+        help="train for four steps, and report whether the full run is worth starting",
     )
     parser.add_argument(
-        "--prompt-tokens", type=int, default=256, help="length of the longest prompts"
+        "--prompt-tokens",
+        type=int,
+        default=256,
+        help="number of tokens in the longest prompts (default: 256)",
     )
     parser.add_argument(
-        "--audit", action="store_true", help="only show which answers the reward functions reward"
+        "--audit",
+        action="store_true",
+        help="only show which answers get a reward from the reward functions",
     )
     parser.add_argument(
-        "--fits", action="store_true", help="only show which models this machine can train"
+        "--fits", action="store_true", help="only list the models that this machine can train"
     )
     args, train_flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    with report_mistakes():
-        check_least(args, prompt_tokens=1)
+    with exit_on_mistakes():
+        check_minimums(args, prompt_tokens=1)
         line = ""
-        for line in make_report(args, train_flags):
+        for line in report_lines(args, train_flags):
             print(alive.wrap_for_terminal(line), flush=True)
         if line.startswith(CHANGE + TOO_LARGE):
             sys.exit(1)
 
 
-def make_report(args: argparse.Namespace, train_flags: list[str]) -> Iterator[str]:
-    """The lines that the command prints."""
+def report_lines(args: argparse.Namespace, train_flags: list[str]) -> Iterator[str]:
+    """Yield the lines that this command prints."""
     if args.fits:
-        yield from describe_fitting_models()
+        yield from list_fitting_model_lines()
         return
 
     config, choice = resolve_train_flags(train_flags)
     if config.objective.loss_type == "sft" and (args.trial or args.audit):
         flag = "--try" if args.trial else "--audit"
         raise ValueError(
-            f"{flag} looks at sampled answers and rewards, and --loss-type sft has none; "
-            f"leave {flag} out"
+            f"{flag} examines sampled answers and their rewards, but --loss-type sft does not "
+            f"sample answers; leave {flag} out"
         )
     if args.audit:
-        yield from show_audit(config)
+        yield from list_audit_lines(config)
     elif args.trial:
         yield choice
-        for line in try_run(config):
+        for line in try_first_steps(config):
             yield escape_invisible(line)
     else:
-        estimates = list(show_estimates(config, args.prompt_tokens))
+        estimates = list(estimate_lines(config, args.prompt_tokens))
         yield f"{choice}; {args.prompt_tokens} prompt tokens"
         yield from estimates
 
 
 def resolve_train_flags(train_flags: list[str]) -> tuple[Config, str]:
-    """The settings that train.py would use with these flags, and its reason for the model."""
+    """Return the settings that train.py would use for these flags, and a line on the model."""
     args = parse_flags(train_flags)
     if args.resume is True:
         steps = parse_setting(SETTINGS["steps"], args.steps) if args.steps else None
-        args.resume = checkpoint.newest_unfinished(steps)
-    settings = given_settings(args)
+        args.resume = checkpoint.find_newest_unfinished_run(steps)
+    settings = settings_from_flags(args)
     return resolve_settings(settings, args.config, args.resume, model_choice.choose_model)
 
 
-def show_audit(config: Config) -> list[str]:
-    """The lines of the tables that show which answers each reward function rewards."""
+def list_audit_lines(config: Config) -> list[str]:
+    """
+    List the lines of a table for each reward function, which shows the answers that it rewards.
+
+    Raises ValueError if the task has no reward function.
+    """
     lines: list[str] = []
-    for _, reward_audit in audit_rewards(tasks.make_task(config), config.data.reward_gate):
-        lines += audit.audit_table(reward_audit)
+    for _, reward_audit in audit_reward_functions(tasks.make_task(config), config.data.reward_gate):
+        lines += audit.audit_table_lines(reward_audit)
     if not lines:
         raise ValueError(
-            f"--audit: --task {config.data.task} has no reward function, only a judge or an "
-            "environment, which --audit does not ask"
+            f"--audit examines reward functions, but --task {config.data.task} has only a judge "
+            "or an environment; leave --audit out"
         )
     return lines
 
 
-def show_estimates(config: Config, prompt_tokens: int) -> Iterator[str]:
-    """The memory and the time of a run whose longest prompts have `prompt_tokens` tokens."""
-    model_choice.refuse_packed(config.model.name)
+def estimate_lines(config: Config, prompt_tokens: int) -> Iterator[str]:
+    """
+    Yield lines on the memory and time of a run, and a line of advice if it does not fit.
+
+    prompt_tokens: the number of tokens in the longest prompts.
+    """
+    model_choice.refuse_quantized_model(config.model.name)
     model = model_choice.load_config(config.model.name)
     response_length = None
-    if config.tools.tools or config.tools.env:  # tool results follow a prompt too
-        context = toolbox.conversation_limit(config.tools, model.max_position_embeddings)
+    if config.tools.tools or config.tools.env:  # a response may contain results of tools
+        context = toolbox.max_conversation_tokens(config.tools, model.max_position_embeddings)
         response_length = max(context - prompt_tokens, 1)
     step_demand = RunDemand(
         model,
         gwen.default_dtype(),
         config,
         [prompt_tokens] * config.sampling.batch,
-        rubric_path(config),
+        find_rubric_path(config),
         response_length=response_length,
     )
 
-    # evaluations use a witness, but steps do not
+    # Evaluations may use a judge (--eval-rubric) that training steps do not need.
     run_demand = step_demand
     if step_demand.rubric is None and config.evaluation.rubric and config.evaluation.every:
         run_demand = step_demand._replace(rubric=Path(config.evaluation.rubric))
     sizes = choose_sizes(run_demand)
-    yield memory_line(run_demand, sizes)
-    yield time_line(step_demand, sizes)
-    misfit = explain_misfit(run_demand, sizes)
+    yield format_memory_line(run_demand, sizes)
+    yield format_time_line(step_demand, sizes)
+    misfit = explain_memory_misfit(run_demand, sizes)
     if misfit:
         yield CHANGE + misfit
 

@@ -1,9 +1,10 @@
 """
-Shows runs: `uv run report.py runs/NAME` writes the page runs/NAME/report.html.
+Writes a page about runs: `uv run report.py runs/NAME` writes runs/NAME/report.html.
 
-A browser can open the page from disk. Several runs share one page, which is written beside the
-first run. `--compare` and `--list` print tables in the terminal. A directory of seeds stands for
-the runs in it. This file does not cover the content of the page (reporting/page.py).
+A browser can open the page from disk. If several runs are named, one page shows all of them, and is
+written beside the first run. `--compare` and `--list` print tables in the terminal instead of
+writing a page. A directory with one run per seed can be named in place of its runs. This file does
+not cover the content of the page (reporting/page.py).
 """
 
 import sys
@@ -11,16 +12,17 @@ from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 
-from flags import Parser, exit_with_error, refuse_unwritable_file, report_mistakes
+from flags import Parser, exit_on_mistakes, exit_with_error, refuse_unwritable_file
 from machine.output import guard_output
 from prompts.examples import format_error
 from reporting import answers, page, seeds, verdict
-from reporting.history import History, format_before_after, headline_facts, load_history
+from reporting.history import History, format_figure_before_after, headline_facts, load_history
+from text.commands import command_prefix
 from text.printable import escape_invisible, make_printable
 
-# errors that reading a record raises if figures are missing from it
+# the errors that reading a record raises if figures are missing from the record
 DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError)
-MOST_CHARACTERS = 60  # characters of a setting's value in a table
+MOST_CHARACTERS = 60  # the most characters of a setting's value that a table shows
 RUN_COLUMNS = [
     "run",
     "task",
@@ -38,7 +40,7 @@ RUN_COLUMNS = [
 
 
 def format_table(rows: list[list[str]]) -> str:
-    """The rows as a table with aligned columns. The first row contains the column names."""
+    """Formats rows as a text table with aligned columns; the first row has the column names."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -48,37 +50,37 @@ def format_table(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def compare_runs(names: list[str]) -> str:
+def format_run_comparison(paths: list[str]) -> str:
     """
-    A table of runs side by side: the settings that differ, the figures, costs and warnings.
+    Returns a table of the differing settings, the figures, the costs and the warnings of runs.
 
-    If one of the names is a file of answers, the table compares the answers problem by problem.
+    If one of the paths is a file of answers, the table compares the answers problem by problem.
     """
-    if len(names) > 1 and any(Path(name).is_file() for name in names):
-        return format_table(answers.compare_answers(names))
-    if sum(len(seeds.seed_run_dirs(name)) for name in names) < 2:
-        raise ValueError("--compare needs two runs or more, as --compare runs/A runs/B")
+    if len(paths) > 1 and any(Path(path).is_file() for path in paths):
+        return format_table(answers.make_answer_comparison_table(paths))
+    if sum(len(seeds.run_dirs_of_seeds(path)) for path in paths) < 2:
+        raise ValueError("--compare needs at least two runs, for example --compare runs/A runs/B")
 
-    groups = seeds.load_seed_groups(names)
+    groups = seeds.load_seed_groups(paths)
     runs = []
     for _, group_runs in groups:
         runs += group_runs
 
     rows = [["", *(escape_invisible(run.name) for run in runs)]]
-    rows += compare_settings(runs)
+    rows += rows_of_differing_settings(runs)
     facts = [headline_facts(run) for run in runs]
-    fact_names: dict[str, None] = {}  # a set that keeps its order
+    fact_names: dict[str, None] = {}  # used as a set that keeps its order
     for run_facts in facts:
         fact_names |= dict.fromkeys(run_facts)
     for name in fact_names:
         rows.append([name, *(run_facts.get(name, "-") for run_facts in facts)])
-    rows.append(["warnings", *(list_warnings(run) for run in runs)])
+    rows.append(["warnings", *(format_warning_names(run) for run in runs)])
     return "\n".join([format_table(rows), *seeds.describe_seed_groups(groups)])
 
 
-def compare_settings(runs: list[History]) -> list[list[str]]:
-    """A row for each setting that differs between runs."""
-    keys: dict[str, None] = {}  # a set that keeps its order
+def rows_of_differing_settings(runs: list[History]) -> list[list[str]]:
+    """Returns a table row for each setting whose value is not the same in all runs."""
+    keys: dict[str, None] = {}  # used as a set that keeps its order
     for run in runs:
         keys |= dict.fromkeys(run.settings)
 
@@ -91,26 +93,26 @@ def compare_settings(runs: list[History]) -> list[list[str]]:
     return rows
 
 
-def list_warnings(run: History) -> str:
+def format_warning_names(run: History) -> str:
     names = [escape_invisible(str(warning["name"])) for warning in run.warnings]
     return ", ".join(names) or "none"
 
 
-def list_runs(*folders: str | Path) -> str:
-    """A table of the runs in these directories, newest last, and a line for each damaged run."""
+def format_run_list(*folders: str | Path) -> str:
+    """Returns a table of the runs in some directories, newest last, and a line per damaged run."""
     paths: list[Path] = []
     for folder in folders:
         paths += Path(folder).glob("*/config.yaml")
         paths += Path(folder).glob("*/seed-*/config.yaml")
     if not paths:
         places = " and ".join(map(str, folders))
-        raise ValueError(f"{places}: no runs there; `uv run train.py` makes one")
+        raise ValueError(f"{places}: found no runs; `{command_prefix()}` starts one")
 
     rows = [RUN_COLUMNS]
     damaged = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         try:
-            rows.append(describe_run(load_history(path.parent)))
+            rows.append(run_list_row(load_history(path.parent)))
         except DAMAGE as error:
             damaged.append(make_printable(f"{path.parent} is damaged ({format_error(error)})"))
         except (ValueError, OSError) as error:
@@ -118,8 +120,8 @@ def list_runs(*folders: str | Path) -> str:
     return "\n".join([format_table(rows), *damaged])
 
 
-def describe_run(run: History) -> list[str]:
-    """The row of a run in the list of runs."""
+def run_list_row(run: History) -> list[str]:
+    """Returns the row of a run in the table of runs."""
     facts = headline_facts(run)
     judgement = verdict.judge_change(run)
     conclusion = "-"
@@ -130,7 +132,7 @@ def describe_run(run: History) -> list[str]:
         str(run.settings.get("task", "-")),
         str(run.settings.get("model", "-")),
         facts["steps"],
-        *format_before_after(run),
+        *format_figure_before_after(run),
         facts["training"],
         str(len(run.warnings)),
         conclusion,
@@ -142,27 +144,27 @@ def describe_run(run: History) -> list[str]:
 
 
 @guard_output()
-@report_mistakes()
+@exit_on_mistakes()
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("report.py", "Write a page about a run, or compare runs in the terminal.")
+    parser = Parser("report.py", "Write a page about one or more runs, or compare runs in tables.")
     parser.add_argument(
         "runs",
         nargs="*",
         metavar="RUN",
-        help="a run, or a directory with one run per seed; a page of several runs goes beside the "
-        "first run",
+        help="a run, or a directory with one run per seed; the page of several runs is written "
+        "beside the first run",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
         help="write the page to this file "
-        "(default: report.html in RUN, or NAME-against-OTHER.html beside it)",
+        "(default: report.html in RUN, or NAME-against-OTHER.html beside the first run)",
     )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="print what differs between runs, or between files written by evaluate.py --out",
+        help="compare runs, or files written by evaluate.py --out, in a table",
     )
     parser.add_argument(
         "--list", action="store_true", help="list the runs in the directory RUN (default: runs/)"
@@ -171,30 +173,34 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
         if args.list:
-            print(list_runs(*args.runs or ["runs"]))
+            print(format_run_list(*args.runs or ["runs"]))
             return
         if not args.runs:
-            raise ValueError("name a run, as runs/NAME; --list shows the runs that exist")
+            raise ValueError("no run is named; name one, such as runs/NAME, or use --list")
         if args.compare:
-            print(compare_runs(args.runs))
+            print(format_run_comparison(args.runs))
             return
-        make_page(args.runs, args.out, opens=args.open)
+        write_page_and_print_path(args.runs, args.out, opens=args.open)
     except DAMAGE as error:
         exit_with_error(f"{' or '.join(args.runs)} is damaged ({format_error(error)})")
 
 
-def make_page(runs: list[str], out: Path | None, *, opens: bool) -> None:
-    """Writes one page about the runs, prints its path, and opens it in a browser if `opens`."""
+def write_page_and_print_path(runs: list[str], out: Path | None, *, opens: bool) -> None:
+    """
+    Writes one page about all named runs and prints the page's path.
+
+    opens: whether to open the page in a browser too.
+    """
     if out:
-        if out.exists() and not out.is_file():  # the finished page is renamed to `out`
-            raise ValueError(f"--out {out} is no file; name another")
+        if out.exists() and not out.is_file():  # renaming the finished page to `out` would fail
+            raise ValueError(f"--out {out} is not a regular file; name another file")
         refuse_unwritable_file("--out", out)
     path = page.write_page(runs[0], out, runs[1:])
     for line in seeds.describe_seed_groups(seeds.load_seed_groups(runs)):
         print(line)
     print(path)
     if opens:
-        page.open_page(path)
+        page.open_page_in_browser(path)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,16 @@ Each distinct prompt is prefilled once. The rows that continue it share or copy 
 rows are decoded together. A rollout holds the sampled ids, their float32 log-probabilities under
 the sampling distribution, and a mask that includes the end token.
 
+A `Decoder` is the step that all decode loops share: sample a token for each row, append it. A
+`SlotDecoder` does this for many rows in the slots of a cache. The loops only decide when rows end
+and when slots are reused: `decode` for rows without turns, layers/turns.py for rows with turns. The
+loop that streams an answer is in chat.py.
+
 Randomness depends only on (key, row, position). So a completion does not depend on the rows that
 are decoded with it, and a row that was lost when memory ran out is sampled again unchanged.
 
 In a completion with turns, an end token ends one turn. The reply that the row gets is prefilled
-before its next turn (layers/turns.py). The conversion of prompts to ids is in
-prompts/chat_template.py, and the command that shows completions is in chat.py.
+before its next turn. The conversion of prompts to ids is in prompts/chat_template.py.
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
@@ -28,7 +32,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 import gwen
-from kv_cache import REFILL, SHRINK, KVCache, SlotCache
+from kv_cache import REFILL, SHRINK, Cache, KVCache, SlotCache
 from layers import attention, softmax
 from machine import alive, gpu, memory
 
@@ -189,30 +193,38 @@ def choose_token(
 # ---- prompts
 
 
+def prefill_cache(model: gwen.Model, tokens: mx.array, cache: KVCache) -> mx.array:
+    """
+    Appends (N, L) tokens to the rows of a cache; returns the logits after the last tokens, (N, V).
+
+    The model reads `gpu.prefill_tokens_per_pass()` tokens at a time, from left to right. So the
+    memory that the prefill needs besides the cache does not grow with L.
+    """
+    num_rows, length = tokens.shape
+    num_columns = max(gpu.prefill_tokens_per_pass() // num_rows, 1)
+    begin = 0
+    while length - begin > num_columns:
+        model.hidden(tokens[:, begin : begin + num_columns], cache)
+        mx.eval(cache.arrays())  # wait: the next columns may use the memory of these
+        begin += num_columns
+    logits = model.hidden(tokens[:, begin:], cache)[:, -1] @ model.head_weight.T
+    mx.eval(logits, cache.arrays())
+    return logits
+
+
 @gpu.without_gradients()
 def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[KVCache, mx.array]:
     """
     Returns the cache of a batch of right-aligned prompts, and the logits after each prompt,
     (len(prompts), V).
 
-    It computes `gpu.prefill_tokens()` positions at a time, from left to right. So the memory that
-    it needs besides the cache does not grow with the prompts.
-
     Raises ValueError if the logits are not finite, a sign of float16 overflow.
     """
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]
     padded = [[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
-    tokens = mx.array(padded)
     cache = KVCache(model.config.layer_kinds, length, mx.array(padding) if any(padding) else None)
-
-    num_columns = max(gpu.prefill_tokens() // len(prompts), 1)
-    for begin in range(0, length - num_columns, num_columns):
-        model.hidden(tokens[:, begin : begin + num_columns], cache)
-        mx.eval(cache.arrays())  # wait: the next columns may use the memory of these
-    logits = model.hidden(tokens[:, cache.length :], cache)[:, -1] @ model.head_weight.T
-    mx.eval(logits, cache.arrays())
-
+    logits = prefill_cache(model, mx.array(padded), cache)
     if not mx.isfinite(logits).all().item():
         raise ValueError(
             f"the first logits are not finite in {logits.dtype}; "
@@ -282,23 +294,19 @@ class DecodeState:
         return is_end_token | self.at_stop_text[rows]
 
     def is_over(self, row: int) -> bool:
-        """Whether nothing more is sampled for a row."""
+        """Whether the row gets no more tokens."""
         if self.conversation:
             return bool(self.reasons[row])
         return bool(self.ended[row])
 
-    def restart(self, rows: np.ndarray) -> None:
-        """Drops the tokens of an attempt that ran out of memory."""
+    def restart(self, rows: Sequence[int]) -> None:
+        """Drops all tokens of these rows, which begin again after memory ran out."""
         self.lengths[rows] = 0
         self.num_searched[rows] = 0
 
-    def draw(self, logits: mx.array, uniforms: mx.array) -> tuple[mx.array, ...]:
-        """Samples a token for each row; returns its value for each array of `columns`."""
-        return choose_token(logits, uniforms, self.params)[: len(self.columns)]
-
-    def write(self, rows: np.ndarray, drawn: Sequence[mx.array]) -> None:
-        """Appends the drawn token to each of these rows, unless the row has ended."""
-        values = [np.array(column) for column in drawn]  # wait
+    def write(self, rows: np.ndarray, sampled: Sequence[mx.array]) -> None:
+        """Appends a sampled token to each of these rows, unless the row has ended."""
+        values = [np.array(column) for column in sampled]  # wait
         is_going = ~self.ended[rows]
         rows = rows[is_going]
         for column, row_values in zip(self.columns, values, strict=True):
@@ -326,100 +334,211 @@ class DecodeState:
         num_over = int(self.ended.sum())
         if self.conversation:
             num_over = sum(map(bool, self.reasons))
-        self.progress.show(num_over, self.lengths.sum(), "tok")
+        self.progress.show_progress(num_over, self.lengths.sum(), "tok")
 
     def uniforms(self, rows: Sequence[int]) -> np.ndarray:
-        """The random numbers of rows, (len(rows), tokens, 4)."""
+        """The random numbers for all tokens of these rows, (len(rows), tokens, 4)."""
         row_numbers = [self.row_numbers[row] for row in rows]
         return uniforms(self.key, row_numbers, self.max_tokens[list(rows)].max())
 
 
+class Decoder:
+    """
+    Continues the rows of a cache. Each step samples a token for every row and appends it.
+
+    `sample` and `append` queue work on the device and do not wait for it. So a caller can queue
+    the next step before it reads the tokens of this step.
+    """
+
+    logits: mx.array  # those of each row's next token, (N, V)
+
+    def __init__(self, model: gwen.Model, cache: Cache, params: SamplingParams):
+        self.model = model
+        self.cache = cache
+        self.params = params
+        self.forward = gwen.make_decode_step(model)
+
+    def sample(self, uniforms: np.ndarray) -> tuple[mx.array, ...]:
+        """
+        Samples each row's next token with its random numbers, (N, 4).
+
+        Returns the tokens, their log-probabilities and, if requested, the entropies, (N,) each.
+        """
+        values = choose_token(self.logits, mx.array(uniforms), self.params)
+        return values if self.params.entropy else values[:2]
+
+    def append(self, sampled: tuple[mx.array, ...]) -> None:
+        """Appends the tokens in `sampled`, and updates `logits` to those after these tokens."""
+        tokens = sampled[0]
+        hidden = self.forward(tokens[:, None], self.cache)[:, -1]
+        self.logits = hidden @ self.model.head_weight.T
+        mx.async_eval(sampled, self.logits)
+
+
+class SlotDecoder(Decoder):
+    """
+    Continues rows in the slots of a cache. When rows have ended, waiting rows can take their slots.
+
+    Each step samples a token for every slot. A token of an ended row is dropped when it is read.
+    """
+
+    cache: SlotCache
+
+    def __init__(
+        self,
+        model: gwen.Model,
+        cache: SlotCache,
+        prompt_logits: mx.array,
+        prompt_of: dict[int, int],
+        state: DecodeState,
+    ):
+        """
+        prompt_logits: the logits after each prompt, (prompts, V). prompt_of: the rows in the order
+        in which they begin, each with the index of its prompt. If an earlier attempt ran out of
+        memory, its rows begin again.
+        """
+        super().__init__(model, cache, state.params)
+        self.prompt_logits = prompt_logits
+        self.prompt_of = prompt_of
+        self.state = state
+        self.waiting_rows = list(prompt_of)  # rows that have not begun
+        state.restart(self.waiting_rows)
+        self.uniforms = state.uniforms(self.waiting_rows)
+        self.uniforms_index = np.zeros(len(state.limits), int)  # by row
+        self.uniforms_index[self.waiting_rows] = np.arange(len(prompt_of))
+        # tokens sampled for each row, including those that have not been read
+        self.num_sampled = np.zeros(len(state.limits), int)
+        # the rows and the sampled values of each step that has not been read
+        self.unread_steps: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []
+
+        num_slots = cache.num_slots
+        self.rows = np.zeros(num_slots, int)  # the row of each slot
+        self.logits = mx.zeros((num_slots, prompt_logits.shape[1]), prompt_logits.dtype)
+        self._begin_rows(list(range(num_slots)))
+
+    def sample_slots(self) -> tuple[mx.array, ...]:
+        """Samples each slot's next token as `sample` does, and adds it to `unread_steps`."""
+        last_position = self.uniforms.shape[1] - 1
+        positions = np.minimum(self.num_sampled[self.rows], last_position)
+        sampled = self.sample(self.uniforms[self.uniforms_index[self.rows], positions])
+        self.unread_steps.append((self.rows.copy(), sampled))
+        self.num_sampled[self.rows] += 1
+        return sampled
+
+    def append(self, sampled: tuple[mx.array, ...]) -> None:
+        self.cache.plan_writes()
+        super().append(sampled)
+
+    def queue_step(self) -> None:
+        """Samples a token for each slot, and appends it."""
+        self.append(self.sample_slots())
+
+    def read_steps(self, num_left: int) -> None:
+        """Writes the tokens of all unread steps to the state, except for the newest `num_left`."""
+        while len(self.unread_steps) > num_left:
+            self.state.write(*self.unread_steps.pop(0))  # wait
+
+    def append_ids(self, ids_of: dict[int, list[int]]) -> None:
+        """
+        Appends ids to some slots, and updates their `logits` to those after the last ids.
+
+        ids_of: the ids by slot; their numbers may differ.
+        """
+        slots = list(ids_of)
+        lengths = [len(ids) for ids in ids_of.values()]
+        width = max(lengths)
+        self.cache.plan_writes(dict(zip(slots, lengths, strict=True)))
+        tokens = mx.array([ids + [0] * (width - len(ids)) for ids in ids_of.values()])
+        last_places = mx.arange(len(slots)), mx.array(lengths) - 1
+        last_hidden = self.model.hidden(tokens, self.cache)[last_places]
+        self.logits[mx.array(slots)] = last_hidden @ self.model.head_weight.T
+        mx.eval(self.logits, self.cache.arrays())  # wait: the next ids may use this memory
+
+    def has_enough_idle(self, num_idle: int) -> bool:
+        """Whether this many idle slots are worth the cost of `reuse_slots`."""
+        least = REFILL if self.waiting_rows else SHRINK
+        return num_idle >= least * len(self.rows)
+
+    def reuse_slots(self, idle: list[int]) -> None:
+        """
+        Gives idle slots to waiting rows. If no row waits, drops the idle slots.
+
+        If all slots are idle and no row waits, nothing changes.
+        """
+        if self.waiting_rows:
+            self._begin_rows(idle[: len(self.waiting_rows)])
+            return
+        busy = [slot for slot in range(len(self.rows)) if slot not in idle]
+        if busy:
+            self.cache.keep_only_slots(busy)
+            self.rows = self.rows[busy]
+            self.logits = self.logits[mx.array(busy)]
+
+    def _begin_rows(self, slots: list[int]) -> None:
+        """Begins the next waiting rows in these slots, each after its prompt."""
+        self.rows[slots] = self.waiting_rows[: len(slots)]
+        self.waiting_rows = self.waiting_rows[len(slots) :]
+        prompts = [self.prompt_of[row] for row in self.rows.tolist()]
+        self.cache.assign_prompts(prompts, slots)
+        new_prompts = [prompts[slot] for slot in slots]
+        self.logits[mx.array(slots)] = self.prompt_logits[mx.array(new_prompts)]
+
+
 @gpu.without_gradients()
-def decode(
-    model: gwen.Model,
-    cache: SlotCache,
-    prompt_logits: mx.array,
-    prompt_of: dict[int, int],
-    state: DecodeState,
-) -> None:
+def decode(decoder: SlotDecoder) -> None:
     """
-    Samples rows in the slots of a cache. When a slot's row has ended, the slot takes the next row.
+    Samples all rows of a decoder up to their ends. The rows have no turns.
 
-    prompt_of: the rows in the order in which they begin, each with the index of its prompt in the
-    prefilled batch.
-
-    It queues step t + 1 before it reads the tokens of step t. Only every LOOK_EVERY steps it waits,
-    and then reads all sampled tokens but the newest.
+    It waits only every LOOK_EVERY steps. It then reads all sampled tokens except the newest, so
+    that the device always has a step to compute.
     """
-    rows = np.array(list(prompt_of))
-    prompts = np.array(list(prompt_of.values()))
-    state.restart(rows)
-    numbers = state.uniforms(rows.tolist())
-    slots = np.arange(cache.num_slots)  # the index in `rows` of the row that each slot samples
-    num_begun = len(slots)
-    forward = gwen.make_decode_step(model)
-    cache.assign(prompts[slots].tolist())
-    logits = prompt_logits[mx.array(prompts[slots])]
-    # rows and sampled values of each step that has not been read yet
-    queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []
+    state = decoder.state
+    cache = decoder.cache
+    all_rows = np.array(list(decoder.prompt_of))
+    last_column = decoder.uniforms.shape[1] - 1
 
     for step in itertools.count():
-        # an ended row still samples tokens until its end is read
-        np.minimum(cache.lengths, numbers.shape[1] - 1, out=cache.lengths)
-        drawn = state.draw(logits, mx.array(numbers[slots, cache.lengths]))
-        queued.append((rows[slots], drawn))
-        is_last_step = (cache.lengths + 1 >= state.limits[rows[slots]]).all()
-        if num_begun == len(rows) and is_last_step:
+        # An ended row still samples tokens until its end is read. They get no more columns.
+        np.minimum(cache.lengths, last_column, out=cache.lengths)
+        sampled = decoder.sample_slots()
+        is_full = decoder.num_sampled[decoder.rows] >= state.limits[decoder.rows]
+        if is_full.all() and not decoder.waiting_rows:
             break
 
-        cache.plan_writes()
-        logits = forward(drawn[0][:, None], cache)[:, -1] @ model.head_weight.T
-        mx.async_eval(drawn, logits)
+        decoder.append(sampled)
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue
 
-        while len(queued) > 1:
-            state.write(*queued.pop(0))  # wait
-        state.cut_at_stop(rows)
+        decoder.read_steps(num_left=1)
+        state.cut_at_stop(all_rows)
         state.show_progress()
 
-        ended = state.ended[rows[slots]]
-        idle = np.flatnonzero(ended)
-        num_waiting = len(rows) - num_begun
-        if num_waiting and len(idle) >= REFILL * len(slots):
-            idle = idle[:num_waiting]
-            slots[idle] = np.arange(num_begun, num_begun + len(idle))
-            num_begun += len(idle)
-            cache.assign(prompts[slots].tolist(), idle.tolist())
-            logits[mx.array(idle)] = prompt_logits[mx.array(prompts[slots[idle]])]
-        elif not num_waiting and len(idle) >= SHRINK * len(slots):
-            busy = np.flatnonzero(~ended)
-            if not len(busy):
-                break
-            cache.select_slots(busy.tolist())
-            slots = slots[busy]
-            logits = logits[mx.array(busy)]
+        ended = state.ended[decoder.rows]
+        if ended.all() and not decoder.waiting_rows:
+            break
+        if decoder.has_enough_idle(ended.sum()):
+            decoder.reuse_slots(np.flatnonzero(ended).tolist())
 
-    for step_rows, drawn in queued:
-        state.write(step_rows, drawn)
-    state.cut_at_stop(rows)
+    decoder.read_steps(num_left=0)
+    state.cut_at_stop(all_rows)
     state.show_progress()
     mx.synchronize()  # wait: a queued step holds the cache
 
 
 def continue_greedily(
-    model: gwen.Model, past: KVCache, logits: mx.array, limit: int, ends: Sequence[int]
+    model: gwen.Model, past: KVCache, logits: mx.array, max_tokens: int, end_ids: Sequence[int]
 ) -> list[list[int]]:
     """
-    Continues the rows of a cache greedily, up to the first id in `ends` or to `limit` ids.
+    Returns the likeliest ids after each row of a cache, up to the first end id or to `max_tokens`.
 
     logits: those of each row's first token, (N, V).
     """
     num_rows = len(logits)
-    params = SamplingParams(limit, 0.0, eos_ids=ends)
+    params = SamplingParams(max_tokens, 0.0, eos_ids=end_ids)
     state = DecodeState(num_rows, params, key=0)
-    cache = SlotCache(past, num_rows, limit, attention.can_read_in_place(logits.dtype))
-    decode(model, cache, logits, {row: row for row in range(num_rows)}, state)
+    cache = SlotCache(past, num_rows, max_tokens, attention.can_read_prompts_in_place(logits.dtype))
+    prompt_of = {row: row for row in range(num_rows)}
+    decode(SlotDecoder(model, cache, logits, prompt_of, state))
     rows = zip(state.ids.tolist(), state.lengths, strict=True)
     return [ids[:length] for ids, length in rows]
 
@@ -427,23 +546,24 @@ def continue_greedily(
 # ---- batches of rows that fit into memory
 
 
-RowsOf = dict[tuple[int, ...], list[int]]  # a distinct prompt -> the rows that continue it
+# each distinct prompt -> the rows that continue it
+RowsByPrompt = dict[tuple[int, ...], list[int]]
 
 
 def sample_batch(
     model: gwen.Model,
-    rows_of: RowsOf,
+    rows_by_prompt: RowsByPrompt,
     state: DecodeState,
     batch_size: int,
     share_prefix: bool | None,
 ) -> None:
-    """Prefills prompts and samples their rows. Frees their memory afterwards, also on failure."""
+    """Prefills prompts and samples their rows. All their memory is local to this call."""
     begin = time.perf_counter()
-    prompts = [list(prompt) for prompt in rows_of]
+    prompts = [list(prompt) for prompt in rows_by_prompt]
     prompt_cache, prompt_logits = prefill(model, prompts, state.params.pad_id)
     state.prefill_s += time.perf_counter() - begin
 
-    prompt_of = {row: index for index, rows in enumerate(rows_of.values()) for row in rows}
+    prompt_of = {row: index for index, rows in enumerate(rows_by_prompt.values()) for row in rows}
     num_rows = len(prompt_of)
     if share_prefix is None:
         lengths = [len(prompt) for prompt in prompts]
@@ -452,21 +572,21 @@ def sample_batch(
         )
     width = 0 if state.conversation else int(state.limits[list(prompt_of)].max())
     cache = SlotCache(prompt_cache, min(batch_size, num_rows), width, share_prefix)
+    decoder = SlotDecoder(model, cache, prompt_logits, prompt_of, state)
     if state.conversation:
         from layers.turns import TurnScheduler  # here: rows without turns do not need it
 
-        forward = gwen.make_decode_step(model)
-        scheduler = TurnScheduler(state, model, forward, cache, prompt_logits, rows_of)
-        scheduler.decode()
+        prompt_lengths = {row: len(prompts[index]) for row, index in prompt_of.items()}
+        TurnScheduler(decoder, prompt_lengths).decode()
     else:
-        decode(model, cache, prompt_logits, prompt_of, state)
+        decode(decoder)
     state.cache_bytes = max(state.cache_bytes, cache.most_bytes)
 
 
-def select_unfinished(rows_of: RowsOf, state: DecodeState) -> RowsOf:
-    """The rows that are not over, by their prompt."""
+def select_unfinished(rows_by_prompt: RowsByPrompt, state: DecodeState) -> RowsByPrompt:
+    """The rows that still get tokens, by their prompts. Prompts without such rows are left out."""
     unfinished = {}
-    for prompt, rows in rows_of.items():
+    for prompt, rows in rows_by_prompt.items():
         unfinished_rows = [row for row in rows if not state.is_over(row)]
         if unfinished_rows:
             unfinished[prompt] = unfinished_rows
@@ -475,7 +595,7 @@ def select_unfinished(rows_of: RowsOf, state: DecodeState) -> RowsOf:
 
 def sample_with_retries(
     model: gwen.Model,
-    rows_of: RowsOf,
+    rows_by_prompt: RowsByPrompt,
     state: DecodeState,
     size: memory.BatchSize,
     share_prefix: bool | None,
@@ -485,9 +605,9 @@ def sample_with_retries(
 
     Raises ValueError if memory is too small for one row.
     """
-    num_rows = sum(len(rows) for rows in rows_of.values())
-    rows_per_prompt = -(-num_rows // len(rows_of))  # on average, rounded up
-    while unfinished := select_unfinished(rows_of, state):
+    num_rows = sum(len(rows) for rows in rows_by_prompt.values())
+    rows_per_prompt = -(-num_rows // len(rows_by_prompt))  # on average, rounded up
+    while unfinished := select_unfinished(rows_by_prompt, state):
         # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
         rows_at_once = (2 if size.rows > 1 else 1) * size.rows
         most_prompts = max(rows_at_once // rows_per_prompt, 1)
@@ -578,12 +698,12 @@ def rollout(
     size = batch_size if isinstance(batch_size, memory.BatchSize) else memory.BatchSize(batch_size)
 
     num_rows = len(prompts) * group_size
-    rows_of = RowsOf()
+    rows_by_prompt = RowsByPrompt()
     for index, prompt in enumerate(prompts):
         group_rows = range(index * group_size, (index + 1) * group_size)
-        rows_of.setdefault(tuple(prompt), []).extend(group_rows)
+        rows_by_prompt.setdefault(tuple(prompt), []).extend(group_rows)
     # ascending lengths, so that batches have little padding
-    by_length = dict(sorted(rows_of.items(), key=lambda item: len(item[0])))
+    by_length = dict(sorted(rows_by_prompt.items(), key=lambda item: len(item[0])))
 
     begin = time.perf_counter()
     activity = "sampling" if params.temperature else "answering greedily"

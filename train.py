@@ -1,37 +1,39 @@
 """
-GRPO: sample groups of completions, score them, and make the better ones in each group likelier.
+GRPO samples completions of each prompt, scores them, and makes the better completions likelier.
 
     uv run train.py
 
 One step of the loop in `train`:
 
-    collect_samples     get the samples for one batch of prompts
-        generate            sample G completions of each of B prompts, and record the
-                            log-probability of every token
-        score               compute reward components with verifiers and a frozen judge; a sample's
-                            reward is the weighted sum of its components
-        assign_advantages   compute (reward - mean) / std within each group
-    update_policy       make one update on these samples
-        mark_for_update     select the samples to compute. A sample whose advantage is 0 has no
-                            gradient; one in eight of these is still computed, so that means
-                            stay unbiased
-        make_batches        pad the samples into batches, which hold everything that the loss needs
-        reference           with a KL term: compute log-probabilities under the model as it was
-                            before training
-        teacher             with --teacher: compute the teacher's hidden states of the completions
-        optimizer steps     minimize the clipped loss; a step that moves the policy beyond
-                            --target-kl is shortened. The old log-probabilities come from the
-                            update's own first forward pass. So with one optimizer step per rollout
-                            the ratio is 1, and nothing is clipped.
+    collect_samples:    Get the scored samples for one batch of prompts.
+        generate:           Sample G completions of each of B prompts, and record the
+                            log-probability of every sampled token.
+        score:              Compute the reward components with verifiers and a frozen judge. The
+                            reward of a sample is the weighted sum of its components.
+        assign_advantages:  Compute (reward - mean) / std within each group.
+    update_policy:      Make one update with these samples.
+        mark_for_update:    Select the samples that pass through the model. A sample whose advantage
+                            is 0 has no gradient. One in eight samples without a gradient is
+                            computed anyway, to keep the averaged statistics unbiased.
+        make_batches:       Pad the samples into batches, which contain everything that the loss
+                            needs.
+        reference:          If there is a KL term, compute the log-probabilities under the model as
+                            it was before training.
+        teacher:            With --teacher, compute the teacher's hidden states for the completions.
+        optimizer steps:    Minimize the clipped loss. A step that moves the policy beyond
+                            --target-kl is shortened. The log-probabilities of the old policy come
+                            from the first forward pass of the update itself. With one optimizer
+                            step per rollout, the ratio of new to old probabilities is therefore 1,
+                            and nothing is clipped.
 
 The loop handles samples (step/sample.py): a sample is one response to one prompt. Supervised
-fine-tuning is the same loop on given replies, whose advantage is 1.
+fine-tuning runs the same loop on given replies, each with an advantage of 1.
 
-A run writes its settings, metrics, completions, evaluations and checkpoints to its directory.
-`--resume DIR` continues it. This file does not cover what a run holds (run.py) or how it starts,
-stops and continues (trainer.py).
+A run writes its settings, metrics, completions, evaluations and checkpoints to the run directory.
+`--resume DIR` continues the run in the directory DIR. The state of a run is in run.py; starting,
+stopping and resuming a run are in trainer.py.
 
-Axes: B prompts in a step, G completions of each prompt, N = B * G samples.
+Axes: B prompts per step, G completions per prompt, N = B * G samples.
 """
 
 import functools
@@ -48,13 +50,13 @@ import trainer
 import update
 from config import Config
 from disk import run_files
-from flags import exit_with_error, line_of
-from judging.rubrics import Judgement
+from flags import exit_with_error, message_with_advice
+from judging.grader import Judgement
 from machine import link
 from machine.output import guard_output
 from reporting.journal import StepSamples
 from rewards import form
-from rewards.rewards import Logged
+from rewards.rewards import LoggedValues
 from run import GrpoRun, Run, SftRun
 from sampler import RolloutStats
 from settings.sources import parse_flags
@@ -63,42 +65,42 @@ from step.advantages import assign_advantages, mark_for_update
 from step.batch import make_batches
 from step.loss import UpdateResult
 from step.sample import Sample
-from tools.tool_workers import end_tools
+from tools.tool_workers import end_tool_threads_on_exit
 
 
 def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
     """
-    Trains from `run.step` to the last step, and yields the figures of each step.
+    Trains from step `run.step` to the last step, and yields the metrics of each step.
 
-    `run` holds everything that outlives a step.
+    run: everything that lasts longer than one step, such as the model and the settings.
     """
     clock = run.journal.clock
-    if run.evaluate_if_due():
+    if run.evaluate_if_due_and_check_for_best():
         run.save()
-    run.update_page()
+    run.update_page_if_due()
 
     while run.step < run.config.optimizer.steps:
-        clock.take_seconds()  # the time spent on evaluating and saving belongs to no step
+        clock.take_seconds_by_phase()  # the time for evaluating and saving is not part of any step
         mx.reset_peak_memory()
 
         if isinstance(run, GrpoRun):
             collected = collect_samples(run)
         else:
-            collected = StepSamples(run.replies())
+            collected = StepSamples(run.replies_for_next_step())
         update_on_samples = functools.partial(update_policy, run, collected.samples)
-        result = run.retry_within_memory(update_on_samples)
+        result = run.update_with_memory_retries(update_on_samples)
         run.step += 1
 
-        # ---- everything below is reporting
-        seconds = clock.take_seconds()
+        # ---- the rest of the loop reports, evaluates and saves
+        seconds = clock.take_seconds_by_phase()
         peak_memory = mx.get_peak_memory()
         figures = run.journal.write_step(run.step, seconds, collected, result, peak_memory)
-        run.journal.write_scores(run.step, run.judge)
-        run.end_step()  # from here on the run may be saved; a pending Ctrl-C takes effect here
-        is_best = run.evaluate_if_due()
+        run.journal.write_new_judge_scores(run.step, run.judge)
+        run.mark_step_as_complete()  # the run can be saved now, so a pending Ctrl-C takes effect
+        is_best = run.evaluate_if_due_and_check_for_best()
         if is_best or run.save_is_due():
             run.save()
-        run.update_page()
+        run.update_page_if_due()
         yield figures
 
 
@@ -106,7 +108,7 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
 
 
 def collect_samples(run: GrpoRun) -> StepSamples:
-    """The samples for the step's prompts, with their rewards and advantages."""
+    """Generates samples for the step's prompts, and adds their rewards and advantages."""
     samples, stats = generate(run)
     samples, logged, judgement = score(run, samples)
     samples = assign_advantages(run.config, samples, run.task.reward_weights, run.custom.advantage)
@@ -114,9 +116,9 @@ def collect_samples(run: GrpoRun) -> StepSamples:
 
 
 def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
-    """Samples completions of the step's prompts. Returns the samples and the cost of sampling."""
+    """Samples completions of the step's prompts. Returns the samples and the sampling times."""
     settings = run.config.sampling
-    # made-up problems never run out: this call advances to the next ones
+    # if the task makes up its problems, this call makes up new ones
     examples, prompts = run.prompts.next_prompts(run.step)
     empty_samples = sample.new_samples(examples, prompts, settings.groups)
     with run.journal.clock.phase("rollout") as done:
@@ -125,7 +127,7 @@ def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
             run.tokenizer,
             empty_samples,
             run.sampling,
-            # every step of every seed has its own key
+            # each combination of seed and step has its own key
             key=(settings.seed << 32) + run.step + 1,
             batch_size=run.batch_size,
             toolbox=run.toolbox,
@@ -136,12 +138,14 @@ def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
     return samples, stats
 
 
-def score(run: GrpoRun, samples: list[Sample]) -> tuple[list[Sample], Logged, Judgement | None]:
+def score(
+    run: GrpoRun, samples: list[Sample]
+) -> tuple[list[Sample], LoggedValues, Judgement | None]:
     """
-    Calls each reward and the judge once.
+    Calls each reward function once, and also the judge, if there is one.
 
     Returns the samples with their rewards, the values that the reward functions logged, and the
-    judge's judgement (None if there is no judge).
+    judgement (None if there is no judge).
     """
     config = run.config
     clock = run.journal.clock
@@ -184,7 +188,7 @@ def score(run: GrpoRun, samples: list[Sample]) -> tuple[list[Sample], Logged, Ju
 
 
 def update_policy(run: Run, samples: list[Sample]) -> UpdateResult:
-    """Makes one update on the samples, in batches of the run's token budget."""
+    """Makes one update with the samples, in batches that fit the run's token budget."""
     config = run.config
     learner = run.learner
     clock = run.journal.clock
@@ -203,39 +207,43 @@ def update_policy(run: Run, samples: list[Sample]) -> UpdateResult:
 
     if run.teacher:
         with clock.phase("teacher") as done:
-            batches = run.teacher.add_lessons(selected, batches)
+            batches = run.teacher.add_teacher_hidden_states(selected, batches)
             done(batches)
 
     with clock.phase("update") as done:
-        learning_rate = update.learning_rate(config, run.step)
+        learning_rate = update.scheduled_learning_rate(config, run.step)
         result = update.run_optimizer_steps(learner, batches, learning_rate)
         done(learner.trainable, learner.optimizer.state)
     return result
 
 
-# ---- everything below starts a run: from Python, or as a command
+# ---- starting a run, from Python or as a command
 
 
 class Trainer:
     """
-    A run from Python, as in a notebook. `start` begins one, `resume` continues one.
+    A training run that is started from Python, for example in a notebook.
 
-    Settings are named like their flags:
+    `Trainer.start` begins a run, and `Trainer.resume` continues one. If the loop over `steps` is
+    left early or interrupted, the run stops after a complete step and is saved. Calling `steps` or
+    `fit` again continues an interrupted run. Settings have the names of their flags, as in this
+    example:
 
         trainer = Trainer.start(task="demo", steps=20, reward=my_reward)
         for figures in trainer.steps():
             print(figures["step"], figures["reward/mean"])
-
-    If the loop is left early or interrupted, the run stops after a complete step and is saved.
-    Calling `steps` or `fit` again continues from there.
     """
 
     config: Config
-    dir: Path  # the directory of the run's files
-    model: gwen.Model  # the model in its current state, with its adapters
+    dir: Path  # the run directory
+    model: gwen.Model  # the model in its current state, including its adapters
 
     def __init__(self, spec: trainer.RunSpec):
-        """Raises a one-line ValueError for a user's mistake; it then leaves no directory behind."""
+        """
+        Makes the run that `spec` describes.
+
+        Raises a one-line ValueError if the user made a mistake. A new run then leaves no directory.
+        """
         self.run = trainer.open_run(spec)
         self.config = self.run.config
         self.dir = self.run.dir
@@ -248,29 +256,34 @@ class Trainer:
         """
         Begins a new run. recipe: a YAML file of settings that replaces the task's recipe.
 
-        `data` and `eval_data` may be a list of dictionaries, or a table from `datasets` or pandas.
-        `reward` may be a function or a list of functions. `loss_type` and `advantage` may be
-        functions. Define a function at the top level of a notebook or module: a resumed run must
-        be able to find it.
+        `data` and `eval_data` may each be a list of dictionaries, or a table from `datasets` or
+        pandas. `reward` may be a function or a list of functions. `loss_type` and `advantage` may
+        be functions. Define your functions at the top level of a notebook or module, so that a
+        resumed run can find them.
         """
-        flags = trainer.settings_from_arguments(settings)
+        flags = trainer.flag_values_from_arguments(settings)
         return cls(trainer.make_run_spec(flags, recipe, run_dir=run_dir))
 
     @classmethod
     def resume(
         cls, run_dir: str | Path, *, allow_changes: bool = False, **settings: Any
     ) -> "Trainer":
-        """Continues a run. allow_changes: even if its data, rewards or files have changed."""
-        flags = trainer.settings_from_arguments(settings)
+        """
+        Continues a run from its last checkpoint.
+
+        allow_changes: whether to continue although the run's data, rewards or files have changed.
+        """
+        flags = trainer.flag_values_from_arguments(settings)
         spec = trainer.make_run_spec(flags, resume=str(run_dir), allow_changes=allow_changes)
         return cls(spec)
 
     def steps(self, *, stop_if_hopeless: bool = False) -> Generator[dict[str, Any], None, None]:
         """
-        Trains, and yields each step's figures as in `metrics.jsonl`. Prints a summary at the end.
+        Trains, and yields the metrics of each step, named as in `metrics.jsonl`.
 
-        stop_if_hopeless: raise ValueError, which says what to change, if the first steps of a long
-        run show no signal. These are ordinary steps of the run, so the check costs nothing.
+        Prints a summary at the end. stop_if_hopeless: whether to raise ValueError, with advice on
+        what to change, if the first steps of a long run give the model nothing to learn from. The
+        check uses ordinary training steps, so it costs nothing.
         """
         yield from trainer.run_steps(self.run, train, stop_if_hopeless=stop_if_hopeless)
 
@@ -280,14 +293,18 @@ class Trainer:
             pass
         return self
 
-    train = fit  # the method's name in TRL
+    train = fit  # TRL calls this method `train`
 
     def save(self) -> None:
         """Saves a checkpoint and the adapter."""
         self.run.save()
 
     def evaluate(self) -> dict[str, Any]:
-        """The figures on the held-out problems, as in `eval.jsonl`. Prints nothing."""
+        """
+        Evaluates the model on the held-out problems. Returns the metrics in `eval.jsonl`.
+
+        If the model has already been evaluated at this step, the recorded metrics are returned.
+        """
         evaluations = self.run.journal.evaluations
         if not evaluations or evaluations[-1]["step"] != self.run.step:
             self.run.evaluate()
@@ -297,28 +314,30 @@ class Trainer:
         self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None
     ) -> list[list[str]]:
         """
-        `n` completions of each prompt, sampled as in training. temp: 0 decodes greedily.
+        Samples `n` completions of each prompt with the run's sampling settings.
 
-        prompts: one prompt or a sequence of prompts. A prompt is either a text, which is
-        placed after the messages that all training prompts begin with, or a list of chat messages,
-        which is used as it is.
+        temp: a temperature to use instead of the one in the settings; 0 decodes greedily.
+        prompts: one prompt or a sequence of prompts. A prompt is either a string or a list of chat
+        messages. A string is placed after the messages with which every training prompt begins. A
+        list of messages is used unchanged.
         """
         return trainer.sample_completions(self.run, prompts, n, temp)
 
 
 @guard_output(is_log=True)
 def main(argv: list[str] | None = None) -> None:
+    """Runs the command `train.py` with the given arguments."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        with link.connect(), run_files.release_at_exit():
-            trainer.run_command(parse_flags(arguments), train)
+        with link.connect_machines(), run_files.unlock_run_dirs_on_exit():
+            trainer.run_train_command(parse_flags(arguments), train)
     except ValueError as error:
-        exit_with_error(link.describe_end(error))
+        exit_with_error(link.end_reason_with_machine_name(error))
     except OSError as error:
-        one_line_error = OSError(line_of(error))
-        exit_with_error(link.describe_end(one_line_error))
+        one_line_error = OSError(message_with_advice(error))
+        exit_with_error(link.end_reason_with_machine_name(one_line_error))
 
 
 if __name__ == "__main__":
-    with end_tools():
+    with end_tool_threads_on_exit():
         main()

@@ -1,9 +1,8 @@
 """
-How a run starts and stops, from Python or from the command line, with one seed or several.
+Starts, resumes and stops runs, from Python or from the command line, with one seed or several.
 
-Users import `Trainer` from train.py, which also has the loop that `run_steps` runs. This file does
-not cover what a run holds and saves (run.py), where settings come from (settings/), or what they
-mean (config.py).
+Users import `Trainer` from train.py, which also contains the training loop. The state that a run
+saves is in run.py. The settings are defined in config.py. The files in settings/ read their values.
 """
 
 import argparse
@@ -24,71 +23,73 @@ from typing import Any, NamedTuple
 import sampler
 from config import SETTINGS, Config
 from disk import checkpoint, model_choice, places, run_files
-from flags import flag_of, os_error_line, parse_setting
+from flags import describe_os_error, flag_of, parse_setting
 from forecast import trial
 from machine import link, memory, world
 from machine.output import guard_output
 from prompts import chat_template, data
 from reporting import trackers
-from reporting.console import console_columns, print_line, print_warning
+from reporting.console import name_console_columns, print_line, print_warning
 from reporting.journal import evaluation_is_due
 from rewards import functions
 from run import GrpoRun, SftRun, make_run
 from settings.sources import (
     LATER,
-    command_line,
-    files_of,
-    given_settings,
-    refuse_unknown,
+    command_with_extras,
+    list_existing_files,
+    refuse_unknown_settings,
     resolve_settings,
+    settings_from_flags,
     to_yaml,
 )
 
-# the type of `train.train`, which runs a run's steps and yields each step's figures
+# the type of the function `train.train`, which trains a run and yields the metrics of each step
 Loop = Callable[[Any], Iterator[dict[str, Any]]]
 
 
-# ---- what a run is made from
+# ---- making a run
 
 
-def settings_from_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+def flag_values_from_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """
-    The settings in the form that flags have.
+    Converts Python arguments to values that flags can have.
 
-    A function becomes the name by which it can be imported, and rows become a file in the cache.
+    A function is converted to the name by which it can be imported. Rows of data are written to a
+    file in the cache, and replaced by the path of this file.
     """
 
-    def flag_value(value: Any) -> Any:
+    def to_flag_value(value: Any) -> Any:
+        """Converts a function to its name and a path to a string. Other values stay the same."""
         if isinstance(value, (list, tuple)):
-            return [flag_value(element) for element in value]
+            return [to_flag_value(element) for element in value]
         if callable(value):
-            return functions.spec_of(value)
+            return functions.spec_of_function(value)
         if isinstance(value, Path):
             return str(value)
         return value
 
-    refuse_unknown(settings)
+    refuse_unknown_settings(arguments)
     for name in ("data", "eval_data"):
-        if not isinstance(settings.get(name, ""), (str, Path, type(None))):
-            settings[name], notes = data.cache_rows(settings[name])
+        if not isinstance(arguments.get(name, ""), (str, Path, type(None))):
+            arguments[name], notes = data.write_rows_to_cache_file(arguments[name])
             for line in notes:
                 print_line(line)
-    return {name: flag_value(value) for name, value in settings.items()}
+    return {name: to_flag_value(value) for name, value in arguments.items()}
 
 
 class RunSpec(NamedTuple):
-    """The description of a run to start or to resume."""
+    """Everything that is needed to start or resume a run."""
 
     config: Config
-    state: checkpoint.State | None  # the checkpoint to resume from
-    path: str  # the run's directory
-    run_dir: str | None  # the directory that the user named
+    state: checkpoint.State | None  # the checkpoint to resume from; None for a new run
+    path: str  # the path of the run directory
+    run_dir: str | None  # the run directory that the user asked for; None if the user named none
     allow_changes: bool
     flags: dict[str, Any]
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps and the last evaluation are done."""
+        """Whether all steps and the last evaluation have been completed."""
         if self.state is None or self.state.step < self.config.optimizer.steps:
             return False
         evaluations = run_files.JsonLines(Path(self.path) / "eval.jsonl").read()
@@ -104,89 +105,102 @@ def make_run_spec(
     allow_changes: bool = False,
 ) -> RunSpec:
     """
-    The settings, the checkpoint to resume from, and the directory of the run.
+    Resolves the settings, loads the checkpoint to resume from, and chooses the run directory.
 
-    It creates no directory. Rank 0 reads the files, and the other ranks get the result from it.
+    This function creates no directory. Rank 0 reads the files, and sends the results to the other
+    ranks.
     """
 
-    def read_files() -> list[Any]:
+    def resolve_settings_and_load_checkpoint() -> list[Any]:
+        """Returns the flags, the checkpoint (None for a new run) and the path of the run."""
         config, choice = resolve_settings(flags, recipe, resume, model_choice.choose_model)
-        trackers.check_trackers(config.records.report_to)
+        trackers.check_trackers_are_installed(config.records.report_to)
         print_line(choice)
         settings = config.to_flags()
         if resume is None:
             path = run_files.choose_run_dir(config.data.task, run_dir)
             return [settings, None, str(path)]
-        return [settings, load_checkpoint(Path(resume), config, allow_changes), resume]
+        return [settings, lock_run_and_load_checkpoint(Path(resume), config, allow_changes), resume]
 
-    settings, state, path = world.on_rank0(read_files)
+    settings, state, path = world.compute_on_rank0(resolve_settings_and_load_checkpoint)
     if state:
         state = checkpoint.State(*state)
     config = Config.from_flags(**settings)
     return RunSpec(config, state, path, run_dir, allow_changes, flags)
 
 
-def load_checkpoint(path: Path, config: Config, allow_changes: bool) -> checkpoint.State:
-    """Locks a run's directory, loads its newest checkpoint, and checks it against the settings."""
+def lock_run_and_load_checkpoint(
+    path: Path, config: Config, allow_changes: bool
+) -> checkpoint.State:
+    """
+    Locks the run directory, loads the newest checkpoint, and compares it with the settings.
+
+    Raises ValueError if the checkpoint was made with other settings, unless `allow_changes` is
+    true.
+    """
     settings = config.to_flags()
-    run_files.acquire(path)
+    run_files.lock_run_dir(path)
     state = checkpoint.load(path)
-    named_files = files_of(settings)  # a flag may name a file's new location
-    state = checkpoint.relocate_state(state, places.find_moves(path, named_files))
+    named_files = list_existing_files(settings)  # a flag may name the new path of a moved file
+    state = checkpoint.copy_with_new_paths(state, places.find_moved_paths(path, named_files))
     fixed = {name: value for name, value in settings.items() if not SETTINGS[name].later}
-    checkpoint.check_changes(path, state, fixed, allow_changes)
-    checkpoint.publish(path, state)  # a killed process may not have reached this call
+    checkpoint.refuse_or_report_changes(path, state, fixed, allow_changes)
+    checkpoint.copy_adapter_into_run_dir(
+        path, state
+    )  # needed if the process was killed before it published this checkpoint
     return state
 
 
 def open_run(spec: RunSpec) -> GrpoRun | SftRun:
     """
-    Makes the run, restores its checkpoint, and opens its directory and logs.
+    Makes the run, restores its checkpoint if there is one, and opens its directory and logs.
 
-    Raises a one-line ValueError for a user's mistake; a new run then leaves no directory behind.
+    Raises a one-line ValueError if the user made a mistake. A new run then leaves no directory.
     """
     if not gc.get_freeze_count():
-        # Freeze once, before a model exists: otherwise each garbage collection would scan all
-        # imported modules.
+        # Exclude all imported modules from garbage collection, which would otherwise scan them
+        # each time. This is done only once, before a model exists.
         gc.freeze()
     state = spec.state
     run = make_run(spec.config, Path(spec.path))
     if state:
-        run.restore(state)
+        run.restore_checkpoint_state(state)
         if "rollout_batch_size" in spec.flags:
-            # the flag may exceed the reduced size that the checkpoint recorded
+            # the flag may ask for more rows than the reduced number in the checkpoint
             run.batch_size.rows = run.sizes.rollout_batch_size
-    run.refuse_too_large()  # after restoring, because a checkpoint may have reduced the sizes
+    # checked only after the checkpoint was restored, because it may have reduced the batch sizes
+    run.raise_if_memory_is_short()
     if state:
-        # The caller holds `spec`: without this, the checkpoint's copy of the master weights would
-        # stay in memory for the whole run.
+        # The caller keeps `spec`. So the master weights in the checkpoint are dropped here;
+        # otherwise they would stay in memory for the whole run.
         state.trainable.clear()
         state.optimizer.clear()
 
-    # created only after everything has loaded, so that a user's mistake leaves no directory behind
-    run.dir = Path(world.on_rank0(lambda: prepare_directory(run, spec)))
-    run.holds_lock = True  # until the loop ends
-    run.open()
+    # The directory is created only after everything has been loaded, so that no directory is left
+    # behind if the user made a mistake.
+    run.dir = Path(world.compute_on_rank0(lambda: create_or_update_run_dir(run, spec)))
+    run.holds_lock = True  # the lock is kept until the training loop ends
+    run.open_logs_and_record_inputs()
     num_trainable = sum(array.size for array in run.learner.trainable.values())
     print_line(f"run: {run.dir}, {num_trainable:,} trainable parameters")
-    print_line(run.memory)
-    print_line(console_columns(run.config))
+    print_line(run.memory_line)
+    print_line(name_console_columns(run.config))
     return run
 
 
-def prepare_directory(run: GrpoRun | SftRun, spec: RunSpec) -> str:
+def create_or_update_run_dir(run: GrpoRun | SftRun, spec: RunSpec) -> str:
     """
-    Creates a new run's directory, or writes a resumed run's settings into its existing directory.
+    Creates the directory of a new run, or updates the settings in the directory of a resumed run.
 
-    Returns the directory's path.
+    Returns the path of the directory.
     """
     state = spec.state
     settings_text = to_yaml(run.config, run.sizes)
-    files = files_of(run.config.to_flags())
+    files = list_existing_files(run.config.to_flags())
     if not state:
-        return str(run_files.make_run_dir(settings_text, run.dir, spec.run_dir, files))
+        return str(run_files.create_run_dir(settings_text, run.dir, spec.run_dir, files))
 
-    checkpoint.check_changes(run.dir, state, run.sources, spec.allow_changes)
+    checkpoint.refuse_or_report_changes(run.dir, state, run.sources, spec.allow_changes)
     for name, value in run.config.to_flags(run.sizes).items():
         old_value = state.extra["settings"].get(name, value)
         if value != old_value:
@@ -195,70 +209,75 @@ def prepare_directory(run: GrpoRun | SftRun, spec: RunSpec) -> str:
     return str(run.dir)
 
 
-# ---- what a run from Python does
+# ---- training and sampling
 
 
 def run_steps(
     run: GrpoRun | SftRun, loop: Loop, *, stop_if_hopeless: bool = False
 ) -> Generator[dict[str, Any], None, None]:
     """
-    Runs the loop, yields each step's figures, and prints a summary at the end.
+    Runs the training loop, yields the metrics of each step, and prints a summary at the end.
 
     If the caller leaves the loop early, the run is saved. stop_if_hopeless: see `Trainer.steps`.
     """
     if not run.holds_lock and world.is_first():
-        run_files.acquire(run.dir)
+        run_files.lock_run_dir(run.dir)
     first_steps: list[dict[str, Any]] = []
     try:
-        with guard_output(is_log=True), with_live_display(run), save_on_interrupt(run):
+        with guard_output(is_log=True), with_live_display(run), save_on_interrupt_or_error(run):
             for figures in loop(run):
                 yield figures
                 if stop_if_hopeless and len(first_steps) < trial.TRY_STEPS:
                     first_steps.append(figures)
-                    refuse_hopeless(run, first_steps)
+                    raise_if_hopeless(run, first_steps)
     except GeneratorExit:
         run.save()
         print_line(f"saved after step {run.step}: {run.dir}")
         raise
     finally:
-        run_files.release(run.dir)
+        run_files.unlock_run_dir(run.dir)
         run.holds_lock = False
     if world.is_first():
         with guard_output(is_log=True):
             run.journal.print_summary()
 
 
-def refuse_hopeless(run: GrpoRun | SftRun, first_steps: list[dict[str, Any]]) -> None:
-    """Raises ValueError, which says what to change, if the first steps show no signal."""
+def raise_if_hopeless(run: GrpoRun | SftRun, first_steps: list[dict[str, Any]]) -> None:
+    """Raises ValueError, with advice, if no rewards differ within any group in the first steps."""
     evaluation_seconds = 0.0
     if run.journal.evaluations:
         evaluation_seconds = run.journal.evaluations[0]["eval/s"]
-    advice = world.on_rank0(
-        lambda: trial.explain_hopeless(run.config, first_steps, evaluation_seconds, run.dir)
+    advice = world.compute_on_rank0(
+        lambda: trial.advise_if_no_signal(run.config, first_steps, evaluation_seconds, run.dir)
     )
     if advice:
         raise ValueError(
-            f"no group of the first {len(first_steps)} steps has a signal, so the run learns "
-            f"nothing: {advice}; --no-look goes on all the same"
+            f"in the first {len(first_steps)} steps, the rewards do not differ within any group, "
+            f"so the run learns nothing: {advice}; to train anyway, use --no-look"
         )
 
 
 def sample_completions(
     run: GrpoRun | SftRun, prompts: Sequence[Any], n: int, temp: float | None
 ) -> list[list[str]]:
-    """`n` completions of each prompt; see `Trainer.sample`. temp: None means the run's --temp."""
+    """
+    Samples `n` completions of each prompt (see `Trainer.sample`).
+
+    temp: the temperature; None stands for the run's --temp.
+    """
     settings = run.config.sampling
     if getattr(run, "toolbox", None):
-        command = command_line(run.config.to_flags(), "chat.py")
+        command = command_with_extras(run.config.to_flags(), "chat.py")
         raise ValueError(
-            "a run with tools answers in turns, which this cannot sample; use "
-            f"{command} --run {run.dir} --prompt TEXT"
+            "`sample` cannot sample from a run with tools, because its answers have several turns; "
+            f"use {command} --run {run.dir} --prompt TEXT"
         )
     temperature = settings.temp if temp is None else temp
     params = run.sampling._replace(temperature=temperature)
     if n < 1 or not 0 <= temperature < math.inf:
         raise ValueError(
-            f"n is {n} and temp {temperature}; n must be at least 1, temp at least 0 and finite"
+            f"n is {n} and temp is {temperature}; n must be at least 1, and temp must be finite "
+            "and at least 0"
         )
 
     is_one_text = isinstance(prompts, str)
@@ -282,17 +301,17 @@ def sample_completions(
     return [texts[first : first + n] for first in range(0, len(texts), n)]
 
 
-# ---- how a run is shown and stopped
+# ---- showing and stopping a run
 
 
 @contextlib.contextmanager
 def with_live_display(run: Any) -> Iterator[None]:
     """
-    Keeps a run's live status line, page and trackers up to date inside the block.
+    Inside the `with` block, updates the run's status line, page and experiment trackers.
 
-    At the end, the page is written last.
+    At the end of the block, the page is written after everything else.
     """
-    from reporting import page  # imported here because nothing else needs a page
+    from reporting import page  # imported here because only this function needs it
 
     if world.is_first():
         run.report = page.LivePage(run.dir, print_warning)
@@ -300,97 +319,102 @@ def with_live_display(run: Any) -> Iterator[None]:
         with run.journal:
             yield
     finally:
-        # a user who does not want to wait for the page may press Ctrl-C
+        # a user who does not want to wait for the page can press Ctrl-C
         with contextlib.suppress(KeyboardInterrupt):
             if run.report is not None:
-                run.report.update(at_the_end=True)
+                run.report.write_if_due(at_the_end=True)
 
 
 @contextlib.contextmanager
-def save_on_interrupt(run: Any) -> Iterator[None]:
+def save_on_interrupt_or_error(run: Any) -> Iterator[None]:
     """
-    Saves the run after its last complete step on Ctrl-C, SIGTERM, an error or a lack of memory.
+    Saves the run if Ctrl-C, SIGTERM or an error stops the training inside the `with` block.
 
-    A message says how to continue. The run keeps no second copy of all weights, because that would
-    double the memory. So a Ctrl-C takes effect only after the step that is changing the state. A
-    second Ctrl-C ends the run at once, and then only the newest checkpoint is left. With adapters,
-    a step that fails halfway is undone.
+    The run is saved as it was after the last complete step, and a message says how to continue. The
+    run has no second copy of all weights, because a copy would double the memory. So if Ctrl-C is
+    pressed inside a step, it takes effect only after the step. A second Ctrl-C stops the run at
+    once, and then only the newest checkpoint is left. In a run with adapters, a step
+    that was stopped by an error is undone.
 
-    If there are several ranks, only the first saves. Raises ValueError if the run could continue
-    with less memory or after the user corrects a mistake, and OSError if the disk failed.
+    If there are several ranks, only rank 0 saves. Raises ValueError if the run could continue with
+    less memory or after the user corrects a mistake, and OSError if the disk failed.
     """
 
-    def on_signal(number: int, *_: object) -> None:
-        if run.is_whole or run.stopping:
-            link.raise_interrupt(number)
+    def interrupt_now_or_after_step(number: int, *_: object) -> None:
+        """Raises KeyboardInterrupt now if the run can be saved, or if this is the second signal."""
+        if run.can_be_saved or run.stopping:
+            link.raise_keyboard_interrupt(number)
         run.stopping = True
         if number == signal.SIGINT:
-            print_warning("\nfinishing this step; press Ctrl-C again to abandon it")
+            print_warning("\nthe run stops after this step; press Ctrl-C again to abandon the step")
 
     run.stopping = False
-    old_handlers = {number: signal.signal(number, on_signal) for number in link.ending_signals()}
+    old_handlers = {
+        number: signal.signal(number, interrupt_now_or_after_step)
+        for number in link.signals_that_end_run()
+    }
     try:
         yield
-    except run_files.DirectoryReplaced:  # nothing may be saved in that directory
+    except run_files.RunDirReplacedError:  # the directory belongs to another run now
         raise
     except OSError as error:
         advice = ""
-        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):  # MLX gives no error number
+        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):  # errors from MLX have no errno
             advice = "free some space and "
-        newest = _explain_newest_checkpoint(run, error, advice)
-        raise OSError(f"{os_error_line(error)}; {newest}") from error
+        newest = _describe_newest_checkpoint_and_resuming(run, error, advice)
+        raise OSError(f"{describe_os_error(error)}; {newest}") from error
     except (KeyboardInterrupt, Exception) as error:
         for number in old_handlers:
-            # another Ctrl-C must not interrupt the saving of the run
+            # another Ctrl-C must not interrupt the run while it is being saved
             signal.signal(number, signal.SIG_IGN)
         if not world.is_first():
-            if memory.should_try_smaller(error):
+            if memory.should_retry_with_less_work(error):
                 raise ValueError(str(error)) from error
             raise
-        memory.drain_gpu()
-        run.restore_last_step()
-        message = save_after_error(run, error)
-        if isinstance(error, ValueError) or memory.should_try_smaller(error):
+        memory.wait_for_gpu_and_free_buffers()
+        run.undo_unfinished_step()
+        message = save_and_describe_stop(run, error)
+        if isinstance(error, ValueError) or memory.should_retry_with_less_work(error):
             raise ValueError(message) from error
         print_warning(f"\n{message}")
-        raise  # a bug in Gwen or in MLX ends with its traceback
+        raise  # a bug in Gwen or in MLX is shown with its traceback
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
-def save_after_error(run: Any, error: BaseException) -> str:
+def save_and_describe_stop(run: Any, error: BaseException) -> str:
     """
-    Saves a run that stopped, unless it stopped inside a step.
+    Saves a run that has stopped, unless it stopped inside a step.
 
     Returns a message that says what happened and how to continue. Raises OSError if the run cannot
     be saved.
     """
-    cause = describe_cause(error)
-    if not run.is_whole:
+    cause = describe_cause_of_stop(error)
+    if not run.can_be_saved:
         lost_step = run.boundary[0] + 1
-        newest = _explain_newest_checkpoint(run, error)
-        return f"{cause}step {lost_step} is lost; {newest}"
+        newest = _describe_newest_checkpoint_and_resuming(run, error)
+        return f"{cause}step {lost_step} was not completed and is lost; {newest}"
 
     try:
         run.save()
     except (OSError, RuntimeError) as failure:
-        newest = _explain_newest_checkpoint(run, error)
+        newest = _describe_newest_checkpoint_and_resuming(run, error)
         raise OSError(
             f"{cause}step {run.step} could not be saved: {failure}; {newest}"
         ) from failure
-    how_to_continue = _resume_command(run, error)
+    how_to_continue = _explain_how_to_continue(run, error)
     if cause:
         return f"{cause}saved after step {run.step}, {how_to_continue}"
     return f"stopped after step {run.step}; {how_to_continue}"
 
 
-def describe_cause(error: BaseException) -> str:
-    """The cause of a run's stop, followed by "; "; "" for Ctrl-C."""
+def describe_cause_of_stop(error: BaseException) -> str:
+    """The reason why a run stopped, followed by "; ". The text is empty for Ctrl-C."""
     if memory.is_watchdog_error(error):
         return (
-            "macOS stopped the GPU because its work held up the display; let the display sleep "
-            "while it trains (pmset displaysleepnow), or let less be done at once; "
+            "macOS stopped the work on the GPU because it blocked the display for too long; turn "
+            "the display off during the training (pmset displaysleepnow), or use smaller batches; "
         )
     if isinstance(error, KeyboardInterrupt):
         return ""
@@ -398,35 +422,35 @@ def describe_cause(error: BaseException) -> str:
     return f"{text}; "
 
 
-def _resume_command(run: Any, error: BaseException) -> str:
+def _explain_how_to_continue(run: Any, error: BaseException) -> str:
     """
-    The command that continues the run, or that starts it over if nothing was saved.
+    A text with the command that continues the run, or that starts it over if nothing was saved.
 
-    If memory ran out, the command sets a size smaller than the one that failed.
+    If memory ran out, the command sets a batch size smaller than the one that failed.
     """
     smaller_flag = ""
-    # a ValueError about memory comes from the user's reward function
-    if memory.should_try_smaller(error) and not isinstance(error, ValueError):
-        smaller_flag = _choose_smaller(run, error)
+    # a ValueError about memory was raised by the user's reward function
+    if memory.should_retry_with_less_work(error) and not isinstance(error, ValueError):
+        smaller_flag = _flag_that_needs_less_memory(run, error)
         if not smaller_flag:
             return "start over with a smaller model or a lower --max-tokens"
         smaller_flag = f" {smaller_flag}"
 
-    is_saved = bool(checkpoint.saved_checkpoints(run.dir))
+    is_saved = bool(checkpoint.list_checkpoints(run.dir))
     flags = run.config.to_flags()
-    if functions.names_functions_of_this_program(flags):
+    if functions.mentions_functions_of_this_program(flags):
         if is_saved:
             return f"continue in this program with: Trainer.resume({str(run.dir)!r})"
         return "start over"
-    command = command_line(flags)
+    command = command_with_extras(flags)
     if is_saved:
         return f"continue with: {command} --resume {shlex.quote(str(run.dir))}{smaller_flag}"
     config_path = shlex.quote(str(run.dir / "config.yaml"))
     return f"start over with: {command} --config {config_path}{smaller_flag}"
 
 
-def _choose_smaller(run: Any, error: BaseException) -> str:
-    """The flag that makes the failed phase need less of the GPU; "" if no such flag is left."""
+def _flag_that_needs_less_memory(run: Any, error: BaseException) -> str:
+    """The flag with which the failed phase needs less memory or GPU time; "" if there is none."""
     phase = run.journal.phase
     sampling = run.config.sampling
     is_sampled = run.config.objective.loss_type != "sft"
@@ -443,51 +467,53 @@ def _choose_smaller(run: Any, error: BaseException) -> str:
     token_budget = run.sizes.train_token_budget // 2
     if token_budget >= run.longest:
         return f"--train-token-budget {token_budget}"
-    # recomputing layers saves memory, but not the GPU's time
+    # recomputing layers saves memory, but no GPU time
     has_layers_left = run.sizes.checkpoint_layers < run.model.config.num_hidden_layers
     if has_layers_left and memory.is_out_of_memory(error):
         return "--checkpoint-layers on"
     return ""
 
 
-def _explain_newest_checkpoint(run: Any, error: BaseException, advice: str = "") -> str:
+def _describe_newest_checkpoint_and_resuming(
+    run: Any, error: BaseException, advice: str = ""
+) -> str:
     """
-    A text that names a run's newest checkpoint after a stop inside a step, and how to continue.
+    A text that names the newest checkpoint of a stopped run, and says how to continue.
 
-    advice: what the user should do before running the command.
+    advice: what the user should do before continuing, such as "free some space and ".
     """
-    saved = checkpoint.saved_checkpoints(run.dir)
+    saved = checkpoint.list_checkpoints(run.dir)
     newest = f"nothing was saved in {run.dir}"
     if saved:
-        newest = f"{saved[-1].name} is intact"
-    return f"{newest}, {advice}{_resume_command(run, error)}"
+        newest = f"the checkpoint {saved[-1].name} is intact"
+    return f"{newest}, {advice}{_explain_how_to_continue(run, error)}"
 
 
-# ---- the command
+# ---- the command train.py
 
 
-def run_command(args: argparse.Namespace, loop: Loop) -> None:
+def run_train_command(args: argparse.Namespace, loop: Loop) -> None:
     """
-    Does what the flags of `train.py` say.
+    Runs the command `train.py` with the given flags.
 
-    If there are several ranks, only the first reads and writes files.
+    If there are several ranks, only rank 0 reads and writes files.
     """
-    flags = given_settings(args)
+    flags = settings_from_flags(args)
     if args.allow_changes and not args.resume:
-        raise ValueError("--allow-changes works with --resume only; name the run with --resume")
+        raise ValueError("--allow-changes works only with --resume; add --resume RUN_DIR")
     if args.resume and args.run_dir:
         raise ValueError(
-            f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave out --run-dir "
-            "or --resume"
+            f"--run-dir {args.run_dir}: a resumed run stays in its own directory; remove either "
+            "--run-dir or --resume"
         )
     if args.from_trl:
-        print_converted_recipe(args.from_trl, flags)
+        print_recipe_from_trl(args.from_trl, flags)
         return
 
     resume = args.resume
     if resume is True:
         steps = parse_setting(SETTINGS["steps"], args.steps) if args.steps else None
-        resume = world.on_rank0(lambda: checkpoint.newest_unfinished(steps))
+        resume = world.compute_on_rank0(lambda: checkpoint.find_newest_unfinished_run(steps))
     if args.print_config:
         config, choice = resolve_settings(flags, args.config, resume, model_choice.choose_model)
         print(choice, file=sys.stderr, flush=True)
@@ -510,53 +536,58 @@ def run_command(args: argparse.Namespace, loop: Loop) -> None:
     else:
         if resume:
             raise ValueError(
-                "--seeds does not go with --resume; to continue seeds, repeat their command with "
-                "its --run-dir"
+                "--seeds cannot be used with --resume; to continue the runs of several seeds, "
+                "repeat their command with the same --run-dir"
             )
-        directory = train_seeds(args, flags, loop)
+        directory = train_one_run_per_seed(args, flags, loop)
 
     report = directory / "report.html"
     if args.open and world.is_first() and report.is_file():
         from reporting import page
 
-        page.open_page(report)
+        page.open_page_in_browser(report)
 
 
-def print_converted_recipe(path: str, flags: dict[str, Any]) -> None:
-    """Prints a file's TRL settings as a recipe. Raises ValueError if other settings are given."""
+def print_recipe_from_trl(path: str, flags: dict[str, Any]) -> None:
+    """Prints the TRL settings in a file as a recipe. Raises ValueError if other flags are set."""
     from settings import from_trl
 
-    recipe = from_trl.convert_recipe(path)
+    recipe = from_trl.convert_trl_file(path)
     if flags:
         names = ", ".join(map(flag_of, flags))
         raise ValueError(
-            f"--from-trl goes alone; write what it prints to FILE, and set {names} with "
-            "--config FILE"
+            f"--from-trl cannot be used together with {names}; write its output to a FILE, and "
+            f"then use --config FILE with {names}"
         )
     print(recipe, end="")
 
 
 def keep_mac_awake() -> None:
     """
-    Keeps a Mac from sleeping until this process ends.
+    Prevents the Mac from sleeping until this process ends.
 
-    The display may sleep; while it does, macOS does not stop work that occupies the GPU for long.
+    The display may still sleep. While the display sleeps, macOS does not stop work that occupies
+    the GPU for a long time.
     """
     command = ["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]
-    # It gets a session of its own, so that Ctrl-C does not end it: the run still saves after that.
+    # caffeinate runs in a session of its own, so that Ctrl-C does not end it while the run is saved
     subprocess.Popen(command, start_new_session=True)
 
 
 def train_to_end(spec: RunSpec, loop: Loop, *, stop_if_hopeless: bool) -> Path:
     """
-    Trains a run to its last step, unless it is finished. Returns its directory.
+    Trains a run to its last step, unless the run is finished already. Returns the run directory.
 
-    stop_if_hopeless: stop a new run if its first steps show no signal.
+    stop_if_hopeless: whether to stop a new run if its first steps give the model nothing to learn
+    from.
     """
-    if world.on_rank0(lambda: spec.is_finished):
+    if world.compute_on_rank0(lambda: spec.is_finished):
         num_done = spec.state.step if spec.state else 0
         num_steps = spec.config.optimizer.steps
-        print(f"{spec.path} is finished: {num_done} of {num_steps} steps are done", flush=True)
+        print(
+            f"the run {spec.path} is finished: {num_done} of {num_steps} steps are done",
+            flush=True,
+        )
         return Path(spec.path)
 
     is_new = spec.state is None
@@ -564,19 +595,19 @@ def train_to_end(spec: RunSpec, loop: Loop, *, stop_if_hopeless: bool) -> Path:
     try:
         for _ in run_steps(run, loop, stop_if_hopeless=stop_if_hopeless and is_new):
             pass
-    except KeyboardInterrupt:  # rank 0 has said how to continue
+    except KeyboardInterrupt:  # rank 0 has printed how to continue
         if not world.is_first():
             raise
         sys.exit(130)
     return run.dir
 
 
-def train_seeds(args: argparse.Namespace, flags: dict[str, Any], loop: Loop) -> Path:
+def train_one_run_per_seed(args: argparse.Namespace, flags: dict[str, Any], loop: Loop) -> Path:
     """
-    Trains one run per seed, each in a `seed-N` directory inside one common directory.
+    Trains one run per seed, and writes a page about all seeds. Returns the common directory.
 
-    Continues the runs that the common directory already holds. Writes a page about all seeds.
-    Returns the common directory.
+    The run for the seed N is in the subdirectory `seed-N` of the common directory. Runs that
+    already exist in the common directory are continued.
     """
     from reporting import page, seeds
 
@@ -584,13 +615,16 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], loop: Loop) -> 
     first = config.sampling.seed
     numbers = args.seeds if isinstance(args.seeds, list) else range(first, first + args.seeds)
 
-    def choose_home() -> str:
+    def choose_common_dir() -> str:
+        """The directory in --run-dir, or a new name if --run-dir is not set."""
         return args.run_dir or str(run_files.choose_run_dir(config.data.task, None))
 
-    home = Path(world.on_rank0(choose_home))
+    home = Path(world.compute_on_rank0(choose_common_dir))
     if (home / "config.yaml").is_file():
-        raise ValueError(f"--run-dir {home} is one run; give --seeds another directory")
-    old_paths = world.on_rank0(lambda: find_seed_runs(home, config))
+        raise ValueError(
+            f"--run-dir {home} is the directory of a single run; use another --run-dir for --seeds"
+        )
+    old_paths = world.compute_on_rank0(lambda: find_and_check_seed_runs(home, config))
     for position, seed in enumerate(numbers, 1):
         path = str(home / f"seed-{seed}")
         print(f"seed {seed}, {position} of {len(numbers)}", flush=True)
@@ -603,7 +637,7 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], loop: Loop) -> 
             train_to_end(spec, loop, stop_if_hopeless=not args.no_look)
         except SystemExit:
             print(
-                "continue the remaining seeds with: the same command and --run-dir "
+                "to continue with the remaining seeds, run the same command with --run-dir "
                 f"{shlex.quote(str(home))}",
                 file=sys.stderr,
             )
@@ -616,13 +650,13 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], loop: Loop) -> 
     return home
 
 
-def find_seed_runs(home: Path, config: Config) -> list[str]:
+def find_and_check_seed_runs(common_dir: Path, config: Config) -> list[str]:
     """
-    The paths of the seeds' runs in a directory.
+    The paths of all runs in the subdirectories `seed-N` of a common directory.
 
-    Raises ValueError if one has different settings, other than its seed or its sizes.
+    Raises ValueError if the settings of a run differ in anything other than the seed and the sizes.
     """
-    paths = sorted(path.parent for path in home.glob("seed-*/config.yaml"))
+    paths = sorted(path.parent for path in common_dir.glob("seed-*/config.yaml"))
     for path in paths:
         settings = run_files.load_settings(str(path))
         for name, value in config.to_flags().items():
@@ -630,7 +664,7 @@ def find_seed_runs(home: Path, config: Config) -> list[str]:
             is_set = value not in (None, "auto")
             if is_compared and is_set and settings.get(name) != value:
                 raise ValueError(
-                    f"{path} has {flag_of(name)} {settings.get(name)}, not {value}; give another "
-                    "--run-dir"
+                    f"the run {path} has {flag_of(name)} {settings.get(name)}, not {value}; use "
+                    "another --run-dir"
                 )
     return [str(path) for path in paths]

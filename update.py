@@ -1,9 +1,8 @@
 """
-The update: one gradient over all of a step's batches, then one optimizer step on float32 masters.
+Makes an update: computes the gradient over the batches of a step, and takes an optimizer step.
 
-The masters are the float32 copies of the trainable weights. This file does not cover where
-completions and rewards come from, the loss itself (step/loss.py), or how to tell that a step moved
-the policy too far (step/trust_region.py).
+The masters are the float32 copies of the trainable weights. The loss itself is in step/loss.py.
+step/trust_region.py measures whether a step moved the policy too far.
 
 Axes: M rows of a batch, T tokens that the policy wrote.
 """
@@ -26,11 +25,13 @@ from machine import alive, gpu, kernels, world
 from step import trust_region
 from step.batch import Batch, padding_fraction
 from step.loss import MEASURED, BatchLoss, StepLoss, UpdateResult
-from step.trust_region import LEAST_SHARE, MOST_TRIES, SLACK, BoundedStep, Weights
+from step.trust_region import LEAST_SHARE, MOST_TRIES, SLACK, BoundedStep, MasterWeights
 
-MAX_GRAD_NORM = 1.0  # a step's gradient is clipped to this norm
-MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
-# the learner's attributes that a checkpoint keeps, in addition to the tensors and the loss scale
+MAX_GRAD_NORM = 1.0  # a gradient with a larger norm is scaled down to this norm
+
+# the run stops after this many failed updates in a row that no smaller loss scale can prevent
+MOST_FAILURES = 3
+# the learner's attributes that a checkpoint stores in addition to the tensors and the loss scale
 COUNTS = ("failures", "lr_scale", "num_skipped")
 
 
@@ -38,17 +39,18 @@ class LossScale(NamedTuple):
     """
     A factor on the loss that keeps small float16 gradients above zero.
 
-    A dynamic scale doubles after 200 good steps and halves after an overflow.
+    A dynamic scale doubles after 200 steps without an overflow, and halves after an overflow.
     """
 
     value: float = 1.0
     good_steps: int = 0
     dynamic: bool = False
 
-    def next_scale(self, overflow: bool) -> "LossScale":
+    def scale_after_step(self, overflowed: bool) -> "LossScale":
+        """The loss scale for the next step, given whether the gradient of this step overflowed."""
         if not self.dynamic:
             return self
-        if overflow:
+        if overflowed:
             return self._replace(value=max(self.value / 2, 1.0), good_steps=0)
         if self.good_steps + 1 == 200:
             return self._replace(value=min(self.value * 2, 2.0**24), good_steps=0)
@@ -56,9 +58,14 @@ class LossScale(NamedTuple):
 
 
 class Sgd(optim.Optimizer):
-    """Plain descent, w - lr g. It keeps no momentum, whereas MLX's own SGD stores one of zeros."""
+    """
+    Plain gradient descent, w - lr g.
+
+    It stores no momentum, whereas MLX's own SGD stores a momentum of zeros.
+    """
 
     def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+        """Returns the parameters after one step. The arguments stay unchanged."""
         self.state["step"] = self.step + 1
         return tree_map(
             lambda weight, grad: weight - self.learning_rate * grad, parameters, gradients
@@ -67,10 +74,10 @@ class Sgd(optim.Optimizer):
 
 class Learner:
     """
-    A model in training, with float32 masters of its trainable weights by name, an optimizer for
-    them, and the loss scale.
+    A model in training, with the float32 masters of its trainable weights, an optimizer and a loss
+    scale.
 
-    base: the model before training; needed only if disabling adapters does not restore it.
+    base: the model before training; needed only if disabling the adapters does not restore it.
     """
 
     def __init__(
@@ -80,8 +87,8 @@ class Learner:
         self.config = config
         self.loss = loss
         self.base = base
-        if gpu.has_metal() and kernels.kernels_are_wanted():
-            kernels.check_calls(lm_head.rehearse_head(model.head_weight))
+        if gpu.can_run_metal_kernels() and kernels.are_kernels_wanted():
+            kernels.turn_off_faulty_kernels(lm_head.record_head_calls(model.head_weight))
 
         parameters = tree_flatten(model.trainable_parameters())
         self.trainable = {name: array.astype(mx.float32) for name, array in parameters}
@@ -94,33 +101,40 @@ class Learner:
 
         is_float16 = model.head_weight.dtype == mx.float16
         self.loss_scale = LossScale(2.0**15 if is_float16 else 1.0, dynamic=is_float16)
-        self.failures = 0  # failed updates in a row, see MOST_FAILURES
-        self.num_skipped = 0  # updates skipped because their gradient was not finite
-        # factor on the scheduled learning rate; it falls after steps that went too far
+        self.failures = 0  # number of failed updates in a row (see MOST_FAILURES)
+        self.num_skipped = 0  # number of updates skipped because the gradient was not finite
+
+        # factor on the scheduled learning rate; lowered when a step moves the policy too far
         self.lr_scale = 1.0
-        self.num_forwards = 0  # rows computed since the last update, including the reference's
-        self.num_changes = 0  # optimizer steps that changed this state or began to change it
-        broadcast_weights(self)
+        # number of rows passed forward through a model since the last update, including those
+        # passed through the reference model
+        self.num_forwards = 0
+        self.num_changes = 0  # number of optimizer steps that changed or began to change this state
+        broadcast_state_if_ranks_differ(self)
 
     def state(self) -> dict[str, Any]:
-        """Everything that outlives a step."""
+        """The state that must be kept from one step to the next, for example in a checkpoint."""
         names = ("trainable", "loss_scale", "num_changes", *COUNTS)
         values = {name: getattr(self, name) for name in names}
         return values | {"moments": dict(tree_flatten(self.optimizer.state))}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores what `state()` returned, or a part of it with `trainable` and `moments`."""
+        """
+        Restores a state that `state()` returned.
+
+        A partial state is also accepted, if it includes `trainable` and `moments`.
+        """
         self.optimizer.state = tree_unflatten(list(state["moments"].items()))
         attributes = {name: value for name, value in state.items() if name != "moments"}
         vars(self).update(attributes)
         install_weights(self.model, self.trainable)
 
 
-# ---- log-probabilities that a loss compares with
+# ---- reference and old log-probabilities
 
 
 def add_reference_logprobs(learner: Learner, batches: list[Batch]) -> list[Batch]:
-    """The batches, with the log-probabilities under the model before training added."""
+    """Copies of the batches with the tokens' log-probabilities under the model before training."""
     model = learner.base or learner.model
     local_batches = [batch for batch in batches if batch.is_local]
     with lora.with_initial_weights(model):
@@ -136,7 +150,7 @@ def add_reference_logprobs(learner: Learner, batches: list[Batch]) -> list[Batch
 
 
 def fill_in_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
-    """The batches, with `logprobs` as old log-probabilities wherever a batch has none yet."""
+    """Copies of the batches in which `logprobs` replaces missing old log-probabilities."""
     completed = []
     for batch, batch_logprobs in zip(batches, logprobs, strict=True):
         if batch.old_logprobs is None:
@@ -148,40 +162,60 @@ def fill_in_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list
 # ---- the update
 
 
+class LogprobsAndStats(NamedTuple):
+    """The results of a pass over some batches."""
+
+    logprobs: list[mx.array]  # (M, T) for each batch
+    stats: dict[str, float]  # statistics of all ranks' batches together
+
+
+class GradientResult(NamedTuple):
+    """The results of a forward and backward pass over some batches."""
+
+    gradient: Any  # float32, summed over all ranks; a tree like the trainable parameters
+    logprobs: list[mx.array]  # (M, T) for each batch
+    stats: dict[str, float]  # statistics of all ranks' batches together
+
+
 def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     """
     Passes `num_iterations` times over the samples, with `mini_batches` optimizer steps per pass.
 
-    The old policy is the policy before the first of these steps. Its log-probabilities come from
-    the first forward pass; only later mini-batches need an extra pass for them. A part of the
-    samples, the probe, measures how far all steps together move the policy, and `--target-kl`
-    limits that distance. If no sample has a gradient, no step is taken.
+    The old policy is the policy before the first optimizer step. For the first mini-batch, the
+    log-probabilities under the old policy come from the training pass itself; only later
+    mini-batches need an extra forward pass. A few of the samples, called the probe, are used to
+    measure how far all steps together move the policy, and `--target-kl` limits that distance. If
+    no sample has a gradient, no step is taken.
 
-    Raises ValueError if the gradient fails too often in a row.
+    Raises ValueError if too many updates in a row have a gradient that is not finite.
     """
     optimizer = learner.config.optimizer
     means: dict[str, float | None] = dict.fromkeys(MEASURED)
-    if not batches:  # every sample was truncated and left out
+    if not batches:  # every sample was truncated and therefore left out
         return UpdateResult(
             lr, learner.lr_scale, learner.num_skipped, learner.loss_scale.value, means
         )
 
-    # A step's KL grows with the square of its learning rate, so the target follows the schedule's
-    # square.
+    # The KL that a step causes grows with the square of the learning rate. So the KL target is
+    # scaled with the square of the scheduled rate.
     target = 0.0
     if lr and batches[0].sampled_logprobs is not None:
         target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2
 
     num_mini_batches = optimizer.mini_batches
     num_with_gradient = sum(batch.num_with_gradient for batch in batches)
-    # for each mini-batch: all its batches, and then only those that this rank computes
+    # for each mini-batch: first all of its batches, then only those that this rank computes
     all_batches = [
         [batch for batch in batches if batch.mini_batch == number]
         for number in range(num_mini_batches)
     ]
     local_batches = [[batch for batch in part if batch.is_local] for part in all_batches]
-    for number in range(1, num_mini_batches):  # the policy moves before these are trained
-        old_logprobs = logprobs_with(learner, local_batches[number], learner.trainable)
+    for number in range(
+        1, num_mini_batches
+    ):  # the policy changes before it trains on these mini-batches
+        old_logprobs = install_weights_and_compute_logprobs(
+            learner, local_batches[number], learner.trainable
+        )
         local_batches[number] = fill_in_old_logprobs(local_batches[number], old_logprobs)
 
     num_iterations = optimizer.num_iterations if num_with_gradient else 1
@@ -190,31 +224,33 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
     bounded_steps: list[BoundedStep] = []
     for number in order * num_iterations:
         has_gradient = any(batch.num_with_gradient for batch in all_batches[number])
-        # without a target, the weights before the step need not be kept in memory
+        # without a KL target, the weights from before the step need not stay in memory
         weights_before = learner.trainable if target and has_gradient else None
         if has_gradient:
-            logprobs, stats = optimizer_step(learner, local_batches[number], lr)
+            logprobs, stats = take_optimizer_step(learner, local_batches[number], lr)
         else:
-            logprobs, stats = compute_stats(learner, local_batches[number])
+            logprobs, stats = compute_logprobs_and_stats(learner, local_batches[number])
         local_batches[number] = fill_in_old_logprobs(local_batches[number], logprobs)
         step_stats.append(stats)
 
         if weights_before and not stats["skipped"]:
             if not bounded_steps:
                 probed = list(itertools.chain(*local_batches))
-                probe = trust_region.make_probe(probed, learner.optimizer.step.item())
+                probe = trust_region.select_probe(probed, learner.optimizer.step.item())
             bounded = backtrack_to_target_kl(learner, weights_before, probe, target)
-            # Later steps of the run use the scale that was small enough. From an update's second
-            # step on, part of the KL comes from earlier steps, so no step more than halves it.
+            # Later steps of the run keep the scale that was small enough. From the second step of
+            # an update on, part of the KL is due to earlier steps, so the scale is at most halved.
             learner.lr_scale *= max(bounded.scale, 0.5) if bounded_steps else bounded.scale
             bounded_steps.append(bounded)
 
-    broadcast_weights(learner)
+    broadcast_state_if_ranks_differ(learner)
     dtype = learner.model.head_weight.dtype
     rounded: list[Any] = []
     if dtype != mx.float32:
-        rounded = [layer.rounded_matrices(dtype) for _, layer in lora.adapted_layers(learner.model)]
-    # evaluate these now, because a GPU error in the next rollout would spoil them
+        rounded = [
+            layer.cached_a_and_scaled_b(dtype) for _, layer in lora.adapted_layers(learner.model)
+        ]
+    # evaluate the new weights now, because a GPU error in the next rollout would corrupt them
     mx.eval(learner.model.trainable_parameters(), rounded)
 
     lr_scale = learner.lr_scale
@@ -251,14 +287,13 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
     )
 
 
-def optimizer_step(
-    learner: Learner, batches: list[Batch], lr: float
-) -> tuple[list[mx.array], dict[str, float]]:
+def take_optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> LogprobsAndStats:
     """
-    Takes one step on the masters, at `lr` times the learner's scale, and copies them to the model.
+    Takes one optimizer step on the masters, and copies the new masters to the model.
 
-    Changes no weights if the gradient is not finite. Returns each batch's log-probabilities before
-    the step, (M, T), and the step's statistics.
+    The learning rate is `lr` times the learner's `lr_scale`. If the gradient is not finite, no
+    weights change. Returns each batch's log-probabilities before the step, (M, T), and the step's
+    statistics.
     """
     grads, logprobs, stats = compute_gradient(learner, batches)
     grads, norm = optim.clip_grad_norm(grads, MAX_GRAD_NORM)
@@ -266,7 +301,7 @@ def optimizer_step(
     overflow = not (math.isfinite(stats["grad_norm"]) and math.isfinite(stats["loss"]))
     stats["skipped"] = int(overflow)
     if overflow:
-        count_failure(learner, stats["loss"])
+        count_failed_update_or_raise(learner, stats["loss"])
     else:
         learner.num_changes += 1
         learner.failures = 0
@@ -274,32 +309,30 @@ def optimizer_step(
         masters = tree_unflatten(list(learner.trainable.items()))
         new_masters = learner.optimizer.apply_gradients(grads, masters)
         learner.trainable = dict(tree_flatten(new_masters))
-        # These names would keep the model's old tensors in memory until all new ones are computed,
-        # and without --target-kl the old masters too.
+        # Without this `del`, the old tensors of the model would stay in memory, and so would the
+        # old masters, even if --target-kl does not need them.
         del grads, masters, new_masters
         install_weights(learner.model, learner.trainable)
         mx.eval(learner.trainable, learner.optimizer.state)
-    learner.loss_scale = learner.loss_scale.next_scale(overflow)
-    return logprobs, stats
+    learner.loss_scale = learner.loss_scale.scale_after_step(overflow)
+    return LogprobsAndStats(logprobs, stats)
 
 
-def compute_gradient(
-    learner: Learner, batches: list[Batch]
-) -> tuple[Any, list[mx.array], dict[str, float]]:
-    """The float32 gradient of the step's loss, each batch's log-probabilities, and statistics."""
+def compute_gradient(learner: Learner, batches: list[Batch]) -> GradientResult:
+    """Computes the gradient of the loss over the batches of all ranks."""
     names = [name for name, _ in tree_flatten(learner.model.trainable_parameters())]
     grads: dict[str, Any] = dict.fromkeys(names)
     batch_losses: list[BatchLoss] = []
-    for batch in count_forwards(learner, batches, "update"):
-        batch_loss, tree = loss_and_gradient(learner, batch)
+    for batch in count_forwards_with_progress_bar(learner, batches, "update"):
+        batch_loss, tree = scaled_loss_and_gradient(learner, batch)
         batch_grads = dict(tree_flatten(tree))
-        del tree  # otherwise every gradient would stay in memory until the last one is computed
-        for layer_names in group_by_layer(grads):
+        del tree  # otherwise all gradients would stay in memory until the last one is computed
+        for layer_names in group_weight_names_by_layer(grads):
             for name in layer_names:
                 grad = batch_grads.pop(name).astype(mx.float32) / learner.loss_scale.value
                 grads[name] = grad if grads[name] is None else grads[name] + grad
             mx.async_eval([grads[name] for name in layer_names])
-        mx.eval(grads, batch_loss)  # wait: the next batch may use this one's memory
+        mx.eval(grads, batch_loss)  # wait, so that the next batch can reuse this batch's memory
         logprobs = mx.stop_gradient(batch_loss.logprobs)
         batch_losses.append(batch_loss._replace(logprobs=logprobs))
 
@@ -309,25 +342,23 @@ def compute_gradient(
     grads = dict(zip(grads, sums, strict=True))
     gradient = tree_unflatten(list(grads.items()))
     logprobs_by_batch = [batch_loss.logprobs for batch_loss in batch_losses]
-    return gradient, logprobs_by_batch, sum_stats_over_ranks(batch_losses)
+    return GradientResult(gradient, logprobs_by_batch, aggregate_stats_over_ranks(batch_losses))
 
 
-def compute_stats(
-    learner: Learner, batches: list[Batch]
-) -> tuple[list[mx.array], dict[str, float]]:
-    """The log-probabilities and statistics of `compute_gradient`, from forward passes alone."""
+def compute_logprobs_and_stats(learner: Learner, batches: list[Batch]) -> LogprobsAndStats:
+    """The same log-probabilities and statistics as `compute_gradient`, without a gradient."""
     batch_losses = []
     with gpu.without_gradients():
-        for batch in count_forwards(learner, batches, "update"):
-            batch_loss = learner.loss.compute(learner.model, batch)
+        for batch in count_forwards_with_progress_bar(learner, batches, "update"):
+            batch_loss = learner.loss.compute_batch_loss(learner.model, batch)
             mx.eval(batch_loss)  # wait
             batch_losses.append(batch_loss)
     logprobs_by_batch = [batch_loss.logprobs for batch_loss in batch_losses]
-    return logprobs_by_batch, sum_stats_over_ranks(batch_losses)
+    return LogprobsAndStats(logprobs_by_batch, aggregate_stats_over_ranks(batch_losses))
 
 
-def sum_stats_over_ranks(batch_losses: list[BatchLoss]) -> dict[str, float]:
-    """The sums of the statistics of all ranks' batches; of `..._max`, the largest value."""
+def aggregate_stats_over_ranks(batch_losses: list[BatchLoss]) -> dict[str, float]:
+    """Statistics over the batches of all ranks: sums, or maxima if a name ends in `_max`."""
     local_sums = [
         {name: value.item() for name, value in batch_loss.sums.items()}
         for batch_loss in batch_losses
@@ -340,80 +371,89 @@ def sum_stats_over_ranks(batch_losses: list[BatchLoss]) -> dict[str, float]:
     return totals
 
 
-def loss_and_gradient(learner: Learner, batch: Batch) -> tuple[BatchLoss, Any]:
-    """A batch's part of the step's loss, and its gradient, both multiplied by the loss scale."""
+def scaled_loss_and_gradient(learner: Learner, batch: Batch) -> tuple[BatchLoss, Any]:
+    """A batch's part of the step's loss and its gradient, both multiplied by the loss scale."""
 
     def scaled_loss(model: gwen.Model) -> BatchLoss:
-        batch_loss = learner.loss.compute(model, batch)
+        batch_loss = learner.loss.compute_batch_loss(model, batch)
         return batch_loss._replace(loss=batch_loss.loss * learner.loss_scale.value)
 
     batch_loss, tree = nn.value_and_grad(learner.model, scaled_loss)(learner.model)
     return BatchLoss(*batch_loss), tree
 
 
-def count_forwards(learner: Learner, batches: list[Batch], activity: str) -> Iterator[Batch]:
-    """Yields the batches, counts their rows as forward passes, and shows a progress bar."""
+def count_forwards_with_progress_bar(
+    learner: Learner, batches: list[Batch], bar_label: str
+) -> Iterator[Batch]:
+    """Yields the batches with a progress bar, and adds their rows to `learner.num_forwards`."""
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
-    yield from alive.Bar(batches, desc=activity, unit="part")
+    yield from alive.Bar(batches, desc=bar_label, unit="part")
 
 
 @gpu.without_gradients()
 def compute_logprobs(learner: Learner, batches: list[Batch], model: gwen.Model) -> list[mx.array]:
-    """Each batch's log-probabilities under a model, (M, T), without gradient."""
+    """Each batch's token log-probabilities under the model, (M, T), without a gradient."""
     logprobs: list[mx.array] = []
-    for batch in count_forwards(learner, batches, "log-probabilities"):
-        logprobs.append(learner.loss.logprobs(model, batch)[0])
-        mx.eval(logprobs[-1])  # wait: the next batch may use this one's memory
+    for batch in count_forwards_with_progress_bar(learner, batches, "log-probabilities"):
+        logprobs.append(learner.loss.logprobs_and_entropies(model, batch)[0])
+        mx.eval(logprobs[-1])  # wait, so that the next batch can reuse this batch's memory
     return logprobs
 
 
-def group_by_layer(names: Iterable[str]) -> list[list[str]]:
+def group_weight_names_by_layer(names: Iterable[str]) -> list[list[str]]:
     """
     The weight names, grouped by layer, in the order in which a backward pass computes gradients.
 
-    If MLX evaluated the gradients in another order, they would keep their inputs in memory.
+    If MLX evaluated the gradients in another order, the inputs of each gradient would stay in
+    memory for longer.
     """
 
-    def backward_position(name: str) -> float:
-        first, second, *_ = name.split(".")
+    def position_in_backward_pass(weight_name: str) -> float:
+        first, second, *_ = weight_name.split(".")
         if first == "layers":
             return -int(second)
         return math.inf if first == "embed_tokens" else -math.inf
 
-    ordered = sorted(names, key=backward_position)
-    return [list(layer) for _, layer in itertools.groupby(ordered, backward_position)]
+    ordered = sorted(names, key=position_in_backward_pass)
+    return [list(layer) for _, layer in itertools.groupby(ordered, position_in_backward_pass)]
 
 
-# ---- the trust region
+# ---- limiting how far a step moves the policy
 
 
 def backtrack_to_target_kl(
-    learner: Learner, weights_before: Weights, probe: list[Batch], target: float
+    learner: Learner, weights_before: MasterWeights, probe: list[Batch], target: float
 ) -> BoundedStep:
     """
-    Shortens a step until the policy has moved by at most SLACK times the target.
+    Shortens a step until the KL between the old and the new policy is at most SLACK * target.
 
-    A step that is still too long after MOST_TRIES shortenings is undone.
+    A step that is still too long after MOST_TRIES reductions is undone.
     """
     scale = 1.0
     weights = learner.trainable
     for num_backtracks in range(MOST_TRIES):
-        kl = trust_region.measure_kl(probe, logprobs_with(learner, probe, weights))
+        kl = trust_region.measure_kl(
+            probe, install_weights_and_compute_logprobs(learner, probe, weights)
+        )
         if kl <= SLACK * target:
             return BoundedStep(scale, kl, num_backtracks)
-        # The KL of a short step grows with the square of its length. If overflowing logits make it
-        # inf or nan, the smallest factor is used.
+        # The KL of a short step grows with the square of the step's length. If overflowing logits
+        # make the KL inf or nan, the smallest factor is used.
         factor = min(max(LEAST_SHARE, math.sqrt(target / kl)), 0.5)
         scale *= factor
         for name, before in weights_before.items():
             weights[name] = before + factor * (weights[name] - before)
     weights |= weights_before
-    kl = trust_region.measure_kl(probe, logprobs_with(learner, probe, weights))
+    kl = trust_region.measure_kl(
+        probe, install_weights_and_compute_logprobs(learner, probe, weights)
+    )
     return BoundedStep(scale, kl, MOST_TRIES)
 
 
-def logprobs_with(learner: Learner, batches: list[Batch], weights: Weights) -> list[mx.array]:
-    """Installs masters into the model. Returns the batches' log-probabilities under them."""
+def install_weights_and_compute_logprobs(
+    learner: Learner, batches: list[Batch], weights: MasterWeights
+) -> list[mx.array]:
+    """Copies the weights into the model. Returns the log-probabilities under the changed model."""
     install_weights(learner.model, weights)
     return compute_logprobs(learner, batches, learner.model)
 
@@ -421,36 +461,40 @@ def logprobs_with(learner: Learner, batches: list[Batch], weights: Weights) -> l
 # ---- weights
 
 
-def install_weights(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
+def install_weights(model: gwen.Model, masters: dict[str, mx.array]) -> None:
     """Copies the float32 masters into the model, cast to the types of the model's weights."""
     dtypes = {name: array.dtype for name, array in tree_flatten(model.trainable_parameters())}
-    weights = [(name, array.astype(dtypes[name])) for name, array in trainable.items()]
+    weights = [(name, array.astype(dtypes[name])) for name, array in masters.items()]
     model.load_weights(weights, strict=False)
 
 
-def broadcast_weights(learner: Learner) -> None:
-    """Gives all ranks the masters of rank 0 if they differ, as processors round differently."""
+def broadcast_state_if_ranks_differ(learner: Learner) -> None:
+    """
+    Gives all ranks the masters and moments of rank 0 if the masters differ between ranks.
+
+    The masters can differ because different processors round differently.
+    """
     if world.size() == 1:
         return
     checksums = world.all_gather(world.checksum(list(learner.trainable.values())))
     if len(set(checksums)) > 1:
         moments = dict(tree_flatten(learner.optimizer.state))
         state = {
-            "trainable": world.broadcast(learner.trainable),
-            "moments": world.broadcast(moments),
+            "trainable": world.broadcast_from_rank0(learner.trainable),
+            "moments": world.broadcast_from_rank0(moments),
         }
         learner.load_state(state)
 
 
-def count_failure(learner: Learner, loss: float) -> None:
+def count_failed_update_or_raise(learner: Learner, loss: float) -> None:
     """Counts a failed update. Raises ValueError after too many failures in a row."""
     # a smaller loss scale may keep the gradient from overflowing
     can_recover = math.isfinite(loss) and learner.loss_scale.value > 1
     if not can_recover and learner.failures + 1 == MOST_FAILURES:
         failed = "gradient" if math.isfinite(loss) else "loss"
         raise ValueError(
-            f"{MOST_FAILURES} updates in a row had no finite {failed}; start again with a lower "
-            f"--learning-rate than {learner.config.optimizer.learning_rate:g} or in another "
+            f"the {failed} was not finite in {MOST_FAILURES} updates in a row; start again with a "
+            f"--learning-rate below {learner.config.optimizer.learning_rate:g} or with another "
             "GWEN_DTYPE"
         )
     learner.num_changes += 1
@@ -458,8 +502,13 @@ def count_failure(learner: Learner, loss: float) -> None:
     learner.failures += not can_recover
 
 
-def learning_rate(config: Config, step: int) -> float:
-    """The rate at a step: linear warm-up, then half a cosine to a tenth. `step` starts at 0."""
+def scheduled_learning_rate(config: Config, step: int) -> float:
+    """
+    The learning rate at a step, which is counted from 0.
+
+    The rate rises linearly during the warm-up. It then falls along half a cosine, to a tenth of the
+    maximum rate.
+    """
     settings = config.optimizer
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps

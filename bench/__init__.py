@@ -1,1 +1,1 @@
-"""The benchmarks and their harness."""
+"""Benchmarks that compare Gwen with other engines, and audits of recorded runs."""

@@ -1,13 +1,14 @@
 """
-Audits the demo's recorded answers: `uv run python -m bench.answers runs/A runs/B ...`.
+Audits the recorded answers of demo runs: `uv run python -m bench.answers runs/A runs/B ...`.
 
-It reads the answers of each run's first and newest evaluation, and counts the right ones with a
-reader that shares no code with the verifier that rewarded the runs. The verifier compares
-patterns; this reader works out each statement. An answer that it cannot read is not right.
+The audit reads the answers in each run's first and newest evaluations, and counts the right ones
+with code that is independent of the verifier that rewarded the runs. The verifier compares
+patterns, while the audit works out the value of each statement. An answer that the audit cannot
+understand does not count as right.
 
-`--show 50` prints 50 answers of each evaluation. Before a quality figure is published, somebody
-should read fifty of the answers that it counts: such a reading showed that this demo's first
-figures were wrong.
+`--show 50` prints 50 answers from each evaluation. Before a quality figure is published, somebody
+should read fifty of the answers that the figure counts. In this demo, reading fifty answers showed
+that the first figures were wrong.
 """
 
 import argparse
@@ -20,9 +21,9 @@ import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 import pandas as pd
 
-from flags import report_mistakes
+from flags import exit_on_mistakes
 from machine.output import guard_output
-from prompts.examples import spread_evenly
+from prompts.examples import pick_evenly_spaced
 from reporting import history, seeds
 
 UNITS = "one two three four five six seven eight nine".split()
@@ -35,7 +36,7 @@ for ten_number, ten_word in enumerate(TENS, 2):
         NUMBERS[f"{ten_word}-{unit_word}"] = 10 * ten_number + unit_number
 SIGNS = dict.fromkeys(("plus", "and", "+"), "+")
 SIGNS |= dict.fromkeys("is are equals equal makes gives has have =".split(), "=")
-# words that change nothing in a statement
+# words that do not change the meaning of a statement
 SILENT = set(
     "the answer sum total of that this it so in all together more add adding , ! ' ( ) $".split()
 )
@@ -43,14 +44,14 @@ SILENT = set(
 Records = list[dict[str, Any]]
 
 
-class Reading(NamedTuple):
-    """The reader's judgement of one answer."""
+class AnswerAudit(NamedTuple):
+    """The result of auditing one answer."""
 
-    ends_right: bool  # its last number is the sum of the problem's two numbers
-    right: bool  # also, all its statements are true, and it has no foreign numbers
+    ends_right: bool  # whether the answer's last number is the sum of the problem's two numbers
+    right: bool  # whether every statement is also true, and no other numbers occur
 
 
-def read_answer(problem: str, answer: str) -> Reading:
+def audit_answer(problem: str, answer: str) -> AnswerAudit:
     problem_numbers = read_numbers(problem)
     answer_numbers = read_numbers(answer)
     total = sum(problem_numbers)
@@ -63,9 +64,9 @@ def read_answer(problem: str, answer: str) -> Reading:
     right = (
         ends_right
         and not foreign_numbers
-        and all(is_true(statement, total, vocabulary) for statement in statements)
+        and all(statement_is_true(statement, total, vocabulary) for statement in statements)
     )
-    return Reading(ends_right, right)
+    return AnswerAudit(ends_right, right)
 
 
 def split_words(text: str) -> list[str]:
@@ -73,7 +74,7 @@ def split_words(text: str) -> list[str]:
 
 
 def read_numbers(text: str) -> list[int]:
-    """The numbers in a text, in words or digits, in order."""
+    """Returns the numbers in a text, written in words or digits, in the order of the text."""
     numbers = []
     for word in split_words(text):
         if word in NUMBERS:
@@ -83,15 +84,15 @@ def read_numbers(text: str) -> list[int]:
     return numbers
 
 
-def is_true(statement: str, total: int, vocabulary: set[str]) -> bool:
+def statement_is_true(statement: str, total: int, vocabulary: set[str]) -> bool:
     """
     Whether all sides of a statement such as "x is y" have the same value.
 
-    A side is a number or a sum of numbers. A side without a number ("the answer") stands for the
-    total that the problem asks for. A statement with only one side must equal the total.
+    A side is a number or a sum of numbers. A side without a number, such as "the answer", stands
+    for the total that the problem asks for. A statement with only one side must equal the total.
 
-    vocabulary: words that change nothing. A statement with any other word is not true, as nobody
-    can tell its meaning.
+    vocabulary: words that do not change the meaning of a statement. A statement with any other word
+    counts as untrue, because its meaning is unknown.
     """
     equation = ""
     for word in split_words(statement):
@@ -110,18 +111,23 @@ def is_true(statement: str, total: int, vocabulary: set[str]) -> bool:
 
 
 def sum_of_side(side: str) -> int:
-    """The value of a side such as "27 + 15 "."""
+    """Returns the value of one side of an equation, such as "27 + 15 "."""
     return sum(map(int, re.findall(r"\d+", side)))
 
 
 def audit_answers(records: Records) -> dict[str, float]:
-    """Fractions of right answers, and of answers where only the number is right, by column."""
+    """
+    Returns the fraction of right answers, and the fraction in which only the number is right.
+
+    The result has both fractions for sampled and for greedy answers, under the names of the
+    printed table's columns.
+    """
     sampled = [record["completions"][0] for record in records]
     greedy = [record["greedy"] for record in records]
     fractions = {}
     for prefix, answers in (("", sampled), ("greedy, ", greedy)):
         readings = [
-            read_answer(record["prompt"], answer)
+            audit_answer(record["prompt"], answer)
             for record, answer in zip(records, answers, strict=True)
         ]
         right = [reading.right for reading in readings]
@@ -131,33 +137,39 @@ def audit_answers(records: Records) -> dict[str, float]:
     return fractions
 
 
-def load_evaluations(folders: list[Path]) -> dict[str, Records]:
+def load_first_and_newest_answers(folders: list[Path]) -> dict[str, Records]:
     """
-    The answers by row of the table: the first run's first evaluation, then each run's newest.
+    Returns the answers in the first run's first evaluation and in each run's newest evaluation.
 
-    Raises ValueError if a run did not train on the demo task, or lacks an evaluation before or
-    after training.
+    Each key is the name of a row in the printed table.
+
+    Raises ValueError if a run did not train on the demo task, or if it lacks an evaluation before
+    or after training.
     """
     evaluations: dict[str, Records] = {}
-    paths = [path for folder in folders for path in seeds.seed_run_dirs(folder)]
+    paths = [path for folder in folders for path in seeds.run_dirs_of_seeds(folder)]
     for path in paths:
         run = history.load_history(path)
-        if run.settings["task"] != "demo" or 0 not in run.answers or len(run.answers) < 2:
+        if (
+            run.settings["task"] != "demo"
+            or 0 not in run.answers_by_step
+            or len(run.answers_by_step) < 2
+        ):
             raise ValueError(
-                f"{run.dir} has no evaluations of --task demo before and after training; "
-                "give a run of it with --eval-every above 0, after its first steps"
+                f"{run.dir} has no evaluations of --task demo both before and after training; name "
+                "a demo run that was trained for at least one step with --eval-every above 0"
             )
-        by_step = [list(answers.values()) for answers in run.answers.values()]
+        by_step = [list(answers.values()) for answers in run.answers_by_step.values()]
         evaluations.setdefault("before training", by_step[0])
         evaluations[str(run.dir)] = by_step[-1]
     return evaluations
 
 
-def print_answers(records: Records, most: int) -> None:
-    """Prints up to `most` answers of an evaluation, evenly spread, each with its verdict."""
-    for record in spread_evenly(records, most):
+def print_answers(records: Records, max_answers: int) -> None:
+    """Prints up to `max_answers` answers of an evaluation, evenly spread, each with its grade."""
+    for record in pick_evenly_spaced(records, max_answers):
         answer = record["completions"][0]
-        reading = read_answer(record["prompt"], answer)
+        reading = audit_answer(record["prompt"], answer)
         verdict = "wrong"
         if reading.right:
             verdict = "right"
@@ -176,18 +188,18 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="directories of demo runs, or directories of seeds (--seeds)",
+        help="a directory of a demo run, or of demo runs with different seeds (made by --seeds)",
     )
     parser.add_argument(
         "--show",
         type=int,
         default=0,
         metavar="N",
-        help="print N answers of each evaluation, evenly spread",
+        help="print N answers from each evaluation, evenly spread over the problems",
     )
     args = parser.parse_args(argv)
-    with report_mistakes():
-        evaluations = load_evaluations(args.runs)
+    with exit_on_mistakes():
+        evaluations = load_first_and_newest_answers(args.runs)
     if args.show:
         for records in evaluations.values():
             print_answers(records, args.show)

@@ -1,10 +1,9 @@
 """
-Parses the benchmarks' flags, runs engines in turn, sums up their times and memory peaks, and
-describes the machine.
+Provides flags, timed runs and summaries for all benchmarks.
 
-Engines take turns, and every other round runs them in reverse order, so that a machine that slows
-down slows all engines alike. An engine's peak is the memory that it uses beyond the memory already
-in use, plus the weights once. So it is the memory that this engine needs alone.
+The engines take turns, in reverse order in every other round, so that a slowdown of the machine
+affects all engines equally. The peak memory of an engine is the memory that the engine used in
+addition to what was in use before, plus the size of the weights, as if the engine had run alone.
 """
 
 import argparse
@@ -26,40 +25,41 @@ from mlx.utils import tree_flatten
 
 import gwen
 from disk import hub
-from flags import Parser, check_least, flag_of
+from flags import Parser, check_minimums, flag_of
 from machine import alive, versions
 
-Numbers = dict[str, tuple[int, int, str]]  # by setting: default, least value, help
+# for each integer setting: its default, its least value, and its help text
+Numbers = dict[str, tuple[int, int, str]]
 
 
-def parse_settings(
-    parser: Parser, argv: list[str] | None, numbers: Numbers, **least: float
+def parse_with_number_flags(
+    parser: Parser, argv: list[str] | None, numbers: Numbers, **least_values: float
 ) -> argparse.Namespace:
     """
-    The settings from a command line, with a flag for each of `numbers`.
+    Adds a flag for each entry of `numbers` to a parser, and returns the parsed settings.
 
-    least: the least values of other settings. Raises ValueError, which names the flag, if a value
-    is too small.
+    least_values: the least values of settings that are not in `numbers`. Raises ValueError, which
+    names the flag, if a value is too small.
     """
     for name, (default, _, text) in numbers.items():
         help_text = f"{text} (default: {default})"
         parser.add_argument(flag_of(name), type=int, default=default, help=help_text)
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     least_numbers = {name: minimum for name, (_, minimum, _) in numbers.items()}
-    check_least(args, **least_numbers, **least)
+    check_minimums(args, **least_numbers, **least_values)
     return args
 
 
 @contextlib.contextmanager
 def model_directory(name: str) -> Iterator[Path]:
     """
-    The directory of a model.
+    Yields the directory that contains the files of a model.
 
-    Random weights, or those of a GGUF file, are written to a temporary directory, which is removed
-    at the end.
+    A random model, or a model from a GGUF file, is written to a temporary directory, which is
+    removed at the end of the `with` statement.
     """
-    if not name.startswith("random:") and not hub.is_gguf(name):
-        yield hub.find_model(name).resolve()
+    if not name.startswith("random:") and not hub.is_gguf_model(name):
+        yield hub.find_model_directory(name).resolve()
         return
     with tempfile.TemporaryDirectory() as directory:
         model, tokenizer = gwen.load(name)
@@ -69,9 +69,9 @@ def model_directory(name: str) -> Iterator[Path]:
 
 def random_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]:
     """
-    Texts of random words from the vocabulary, one text for each length in words.
+    Returns one text of random vocabulary words for each length, which is a number of words.
 
-    Each word is one token together with the space before it.
+    Each word, together with the space before it, is a single token.
     """
     words = sorted(
         token[1:] for token in tokenizer.get_vocab() if re.fullmatch("[\u0120\u2581][a-z]+", token)
@@ -84,8 +84,8 @@ def random_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]
     return texts
 
 
-def load_peer(directory: Path, dtype: mx.Dtype) -> Any:
-    """The model in a directory as mlx_lm loads it, in `dtype`."""
+def load_mlx_lm_model(directory: Path, dtype: mx.Dtype) -> Any:
+    """Loads the model in a directory with mlx_lm, and converts it to `dtype`."""
     from mlx_lm.utils import load_model
 
     peer, _ = load_model(directory)
@@ -94,30 +94,30 @@ def load_peer(directory: Path, dtype: mx.Dtype) -> Any:
     return peer
 
 
-class Sample(NamedTuple):
-    """One timed run of an engine."""
+class TimedRun(NamedTuple):
+    """The result and the costs of one timed run of an engine."""
 
-    run: Any  # the engine's result, which states its `seconds`
-    peak_bytes: int  # beyond the memory in use before the run
-    cpu_s: float  # processor time of this process
+    run: Any  # the engine's result, whose attribute `seconds` is the duration of the run
+    peak_bytes: int  # the most memory in use during the run, minus the memory in use before
+    cpu_s: float  # the processor time that this process used
 
 
-def interleave(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yields (round, engine); every other round has the engines in reverse order."""
+def turns_in_alternating_order(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Yields (round, name) for each name in each round, reversing the names every other round."""
     for number in range(rounds):
         order = names if number % 2 == 0 else names[::-1]
         for name in order:
             yield number, name
 
 
-def run_in_turn(
+def time_engines_in_turn(
     engines: Mapping[str, Callable[[], Any]], warmup: int, runs: int
-) -> dict[str, list[Sample]]:
-    """Runs the engines in turn. Returns `runs` timed runs of each, after `warmup` untimed ones."""
-    samples: dict[str, list[Sample]] = {name: [] for name in engines}
-    order = list(interleave(list(engines), warmup + runs))
+) -> dict[str, list[TimedRun]]:
+    """Runs engines in turn for `warmup` untimed and `runs` timed rounds; returns the timed runs."""
+    samples: dict[str, list[TimedRun]] = {name: [] for name in engines}
+    order = list(turns_in_alternating_order(list(engines), warmup + runs))
     for number, name in alive.Bar(order, desc="measuring", unit="run"):
-        gc.collect()  # frees what the last engine left in reference cycles
+        gc.collect()  # this frees memory that the last engine left in reference cycles
         mx.clear_cache()
         mx.reset_peak_memory()
         bytes_before = mx.get_active_memory()
@@ -125,15 +125,18 @@ def run_in_turn(
         run = engines[name]()
         if number >= warmup:
             peak_bytes = mx.get_peak_memory() - bytes_before
-            samples[name].append(Sample(run, peak_bytes, time.process_time() - begin))
+            samples[name].append(TimedRun(run, peak_bytes, time.process_time() - begin))
     return samples
 
 
-def summarize(samples: list[Sample], model: gwen.Model, **extra: float) -> dict[str, float]:
+def summarize_times_and_peak(
+    samples: list[TimedRun], model: gwen.Model, **extra: float
+) -> dict[str, float]:
     """
-    The times of an engine's runs in ms, its processor time, and its largest peak in MB.
+    Returns the times of an engine's runs in ms, its processor time in ms, and its peak in MB.
 
-    The peak includes the weights, which all engines hold. extra: further figures for the result.
+    The peak is the largest of all runs, and includes the weights, which every engine needs. extra:
+    further figures to include in the result.
     """
     times = 1e3 * np.array([sample.run.seconds for sample in samples])
     weight_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
@@ -150,8 +153,8 @@ def summarize(samples: list[Sample], model: gwen.Model, **extra: float) -> dict[
     return {name: round(float(number), 3) for name, number in (numbers | extra).items()}
 
 
-def describe_rounds(gwen_samples: list[Sample], rival_samples: list[Sample]) -> str:
-    """How many times as long the rival took, in words: by round, and by processor time."""
+def describe_rival_time_ratios(gwen_samples: list[TimedRun], rival_samples: list[TimedRun]) -> str:
+    """Describes how many times as long the rival took in each round, and in processor time."""
     pairs = zip(gwen_samples, rival_samples, strict=True)
     ratios = [rival.run.seconds / gwen_sample.run.seconds for gwen_sample, rival in pairs]
     rival_cpu_s = sum(sample.cpu_s for sample in rival_samples)
@@ -161,15 +164,15 @@ def describe_rounds(gwen_samples: list[Sample], rival_samples: list[Sample]) -> 
     )
 
 
-def describe_ratio(ratio: float) -> str:
-    """The ratio in words: "1.14x faster" or "0.90x slower"."""
+def describe_speed_ratio(ratio: float) -> str:
+    """Describes a speed ratio in words, for example "1.14x faster" or "0.90x slower"."""
     comparison = "faster" if round(ratio, 2) >= 1 else "slower"
     return f"{ratio:.2f}x {comparison}"
 
 
-def describe_environment(*packages: str) -> dict[str, Any]:
-    """The device, the versions that a run records, and the versions of `packages`."""
-    recorded = versions.describe_environment(cpu_blas.description)
+def collect_environment_facts(*packages: str) -> dict[str, Any]:
+    """Returns the device, and the versions of `packages` and of all packages that runs record."""
+    recorded = versions.collect_environment_facts(cpu_blas.description)
     package_versions = {name: version(name) for name in packages}
     return {
         "device": f"{recorded['device']}, {recorded['machine']}, BLAS: {recorded['blas']}",

@@ -1,13 +1,16 @@
 """
-Times judging with Gwen and with another engine on the same work: they judge N answers to B
-questions by J criteria. All texts are random words, so that no engine gets easier text.
-`bench_rollout.py --benchmark-judge` runs this benchmark.
+Compares how fast Gwen and another engine judge the same answers.
 
-The preamble has 100 words, a question `--prompt-tokens`, an answer `--max-tokens` and a criterion
-16; the chat template and the tags add their own text. A rival judges with a rollout: it gets every
-prompt as token ids, divided into the runs of ids that prompts share, and the score is the digit in
-its greedy reply. Gwen's time starts at the text, with no score cached, and includes the preamble.
-This file does not measure whether a judge is right (judge.py).
+`bench_rollout.py --benchmark-judge` runs this benchmark. Both engines judge N answers to B
+questions by J criteria. All texts consist of random words, so that no engine gets easier texts. The
+preamble of the judge's prompt has 100 words, and each criterion has 16 words. `--prompt-tokens`
+sets the number of words in a question, and `--max-tokens` sets the number of words in an answer.
+The chat template and the judge's tags add further text.
+
+The other engine, called the rival, judges by generating replies. The rival gets each prompt as
+token ids, divided into parts that several prompts share. The score is the digit in the rival's
+greedy reply. Gwen's time includes encoding all texts and processing the preamble, and no scores are
+cached. This file does not measure whether a judge is right (judge.py).
 
 Axes: B questions, N answers, J criteria.
 """
@@ -24,9 +27,10 @@ import numpy as np
 import gwen
 import judge
 from bench import harness
-from bench.harness import Sample
-from bench.rollout import Engine, Rival, Work
-from judging import rubrics
+from bench.harness import TimedRun
+from bench.rollout import Engine, Rival, RolloutWork
+from judging import judge_prompts, rubrics
+from judging.evaluations import REPLY_TOKENS, CriterionEvaluation, evaluation_from_reply
 
 PREAMBLE_WORDS = 100
 CRITERION_WORDS = 16
@@ -34,17 +38,21 @@ NUM_CRITERIA = 3
 
 
 class JudgingRun(NamedTuple):
-    """The result of one timed run of judging."""
+    """The result of one timed run in which an engine judges all answers."""
 
-    evaluations: list[rubrics.Evaluation]  # (N * J)
+    evaluations: list[CriterionEvaluation]  # (N * J)
     seconds: float
-    num_tokens: int = 0  # tokens that Gwen put through its model, with padding
+    num_tokens: int = 0  # the number of tokens that Gwen's model processed, including padding
 
 
-def make_work(
+def make_judging_work(
     args: argparse.Namespace, tokenizer: Any
-) -> tuple[rubrics.Rubric, list[tuple[str, str]], Work]:
-    """A rubric, N (question, answer) pairs, and the same work as N * J prompts of a rollout."""
+) -> tuple[rubrics.Rubric, list[tuple[str, str]], RolloutWork]:
+    """
+    Returns a rubric, N pairs of a question and an answer, and the rollout that judges the pairs.
+
+    The rollout has N * J prompts, one for each pair and each criterion.
+    """
     lengths = [PREAMBLE_WORDS]
     lengths += [CRITERION_WORDS] * NUM_CRITERIA
     lengths += [args.prompt_tokens] * args.batch
@@ -58,14 +66,14 @@ def make_work(
     pairs = list(zip(questions.repeat(args.groups).tolist(), answers.tolist(), strict=True))
     rubric = rubrics.Rubric(preamble, criteria)
 
-    builder = rubrics.PromptBuilder(tokenizer, rubric)
+    builder = judge_prompts.JudgePromptEncoder(tokenizer, rubric)
     prompts: list[tuple[list[int], ...]] = []
     for question, answer in pairs:
-        question_ids = builder.encode_question(question)
-        answer_ids = builder.encode_answer(answer)
+        question_ids = builder.encode_question_segment(question)
+        answer_ids = builder.encode_answer_segment(answer)
         for tail in builder.criterion_tails:
             prompts.append((builder.head, question_ids, answer_ids, tail))
-    work = Work(
+    work = RolloutWork(
         prompts=prompts,
         group_size=1,
         limits=[],
@@ -80,9 +88,10 @@ def make_work(
 
 def legible_copy(tokenizer: Any) -> Any:
     """
-    A copy of the tokenizer that decodes every id to visible text.
+    Returns a copy of a tokenizer that decodes every token id, known or not, to visible text.
 
-    A random model writes ids for which the tokenizer has no text; these would all look alike.
+    A random model generates ids that are not in the vocabulary, and the tokenizer would decode all
+    of them to the same text.
     """
     legible = copy.copy(tokenizer)
     decode = tokenizer.decode
@@ -111,41 +120,42 @@ def judge_with_gwen(
     pairs: list[tuple[str, str]],
     mode: str,
 ) -> JudgingRun:
-    # a new judge, which has no score cached
+    # make a new judge, which has no cached scores
     grader = judge.Judge(model, tokenizer, rubric, args.judge_chunk_size, mode)
     begin = time.perf_counter()
-    evaluations = dict(grader.score_questions(grader.questions(pairs)))
+    evaluations = dict(grader.score_questions(grader.make_questions(pairs)))
     seconds = time.perf_counter() - begin
     ordered = [evaluations[place] for place in range(len(evaluations))]
     return JudgingRun(ordered, seconds, grader.tree.num_tokens)
 
 
-def judge_with_rival(engine: Engine, work: Work, limit: int, tokenizer: Any) -> JudgingRun:
-    """Judges with a rollout of a rival. limit: the most tokens of a reply."""
+def judge_with_rival(engine: Engine, work: RolloutWork, limit: int, tokenizer: Any) -> JudgingRun:
+    """Judges by letting a rival generate replies of at most `limit` tokens."""
     begin = time.perf_counter()
     replies = engine(work._replace(limits=[limit] * len(work.prompts))).completions
     evaluations = []
     for ids in replies:
         text_ids = ids[:-1] if ids[-1] in work.eos_ids else ids
         text = tokenizer.decode(text_ids)
-        evaluations.append(rubrics.evaluation_from_reply(text))
+        evaluations.append(evaluation_from_reply(text))
     return JudgingRun(evaluations, time.perf_counter() - begin)
 
 
 # ---- the measurement
 
 
-def benchmark(
+def benchmark_judging(
     args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival: Rival
 ) -> dict[str, Any]:
     """
-    Measures and prints judging; returns the record for the benchmark's JSON line.
+    Times judging, prints the results, and returns the record for the benchmark's JSON line.
 
-    Gwen's mode `logits` is compared with the rival's fastest way to judge. Gwen's mode `decode` is
-    compared with the rival's fastest way that also writes replies of full length.
+    Gwen's mode `logits` is compared with the fastest way in which the rival can judge. Gwen's mode
+    `decode`, which generates full replies, is compared with the rival's fastest way to generate
+    full replies.
     """
     tokenizer = legible_copy(tokenizer)
-    rubric, pairs, work = make_work(args, tokenizer)
+    rubric, pairs, work = make_judging_work(args, tokenizer)
     work = work._replace(eos_ids=model.config.end_ids)
     run_gwen = functools.partial(judge_with_gwen, args, model, tokenizer, rubric, pairs)
     gwen_engines = {
@@ -156,25 +166,27 @@ def benchmark(
     one_token_engines = {}
     for name, engine in rival.engines.items():
         run_rival = functools.partial(judge_with_rival, engine, work, tokenizer=tokenizer)
-        reply_engines[name] = functools.partial(run_rival, limit=rubrics.REPLY_TOKENS)
+        reply_engines[name] = functools.partial(run_rival, limit=REPLY_TOKENS)
         one_token_engines[f"{name}_one_token"] = functools.partial(run_rival, limit=1)
     rival_engines = reply_engines | one_token_engines
-    samples = harness.run_in_turn(gwen_engines | rival_engines, args.warmup, args.judge_runs)
+    samples = harness.time_engines_in_turn(
+        gwen_engines | rival_engines, args.warmup, args.judge_runs
+    )
 
     num_computed = samples["ours"][0].run.num_tokens
-    num_prompt_tokens = sum(map(len, work.rows))
+    num_prompt_tokens = sum(map(len, work.prompt_ids_by_row))
     print(
         f"Judge benchmark: pairs/run={len(pairs)} criteria={NUM_CRITERIA} "
         f"warmup={args.warmup} runs={args.judge_runs}"
     )
     print(
         f"Judge prompts: {num_prompt_tokens} tokens, of which Gwen computes {num_computed}; "
-        f"{rubrics.REPLY_TOKENS} tokens per reply; chunk size {args.judge_chunk_size}"
+        f"at most {REPLY_TOKENS} tokens per reply; chunk size {args.judge_chunk_size}"
     )
     entries = {}
     for name, engine_samples in samples.items():
-        entries[name] = summarize(engine_samples, model, len(work.prompts), len(pairs))
-        print_entry(name, entries[name])
+        entries[name] = summarize_judging(engine_samples, model, len(work.prompts), len(pairs))
+        print_judging_entry(name, entries[name])
 
     results: dict[str, Any] = {
         "engines": entries,
@@ -188,22 +200,26 @@ def benchmark(
         ratio = entries[best]["mean_ms"] / entries[name]["mean_ms"]
         results["ratios"][name] = ratio
         results["best"][name] = best
-        rounds = harness.describe_rounds(samples[name], samples[best])
+        rounds = harness.describe_rival_time_ratios(samples[name], samples[best])
         print(
             f"Judge result vs {rival.name}: {name} is {ratio:.2f}x as fast as {best} on this "
             f"judging workload ({rounds})."
         )
-    results["agreement"] = compare_with_rival(samples, reply_engines, one_token_engines)
+    results["agreement"] = measure_agreement_with_rival(samples, reply_engines, one_token_engines)
     return results
 
 
-def summarize(
-    samples: list[Sample], model: gwen.Model, num_evaluations: int, num_pairs: int
+def summarize_judging(
+    samples: list[TimedRun], model: gwen.Model, num_evaluations: int, num_pairs: int
 ) -> dict[str, float]:
-    """The figures of `harness.summarize`, rates, and the unreadable part of the first run."""
+    """
+    Returns times, the peak, the speed of judging, and the fraction of unreadable scores.
+
+    The fraction of unreadable scores is that of the first run.
+    """
     scores = [evaluation.score for evaluation in samples[0].run.evaluations]
     seconds = np.mean([sample.run.seconds for sample in samples])
-    return harness.summarize(
+    return harness.summarize_times_and_peak(
         samples,
         model,
         unread=np.isnan(scores).mean(),
@@ -212,23 +228,23 @@ def summarize(
     )
 
 
-def print_entry(name: str, entry: dict[str, float]) -> None:
+def print_judging_entry(name: str, entry: dict[str, float]) -> None:
     print(
         f"judge_{name.removesuffix('_mlx'):<11} | crit_eval/s {entry['crit_eval_s']:7.2f} | "
         f"pairs/s {entry['pairs_s']:6.2f} | peak {entry['peak_mb']:.0f} MB"
     )
 
 
-def compare_with_rival(
-    samples: Mapping[str, list[Sample]],
+def measure_agreement_with_rival(
+    samples: Mapping[str, list[TimedRun]],
     reply_engines: Mapping[str, Any],
     one_token_engines: Mapping[str, Any],
 ) -> dict[str, dict[str, float]]:
     """
-    Prints and returns how often each way of the rival agrees with Gwen.
+    Prints and returns how often Gwen agrees with each way in which the rival judges.
 
-    A way that writes replies is compared with mode `decode`, and a way that writes one token with
-    mode `logits`.
+    Replies of full length are compared with Gwen's mode `decode`, and replies of one token with
+    Gwen's mode `logits`.
     """
     partners = dict.fromkeys(reply_engines, "ours_decode")
     partners |= dict.fromkeys(one_token_engines, "ours")
@@ -236,19 +252,19 @@ def compare_with_rival(
     for way, name in partners.items():
         gwen_run = samples[name][0].run
         rival_run = samples[way][0].run
-        agreement[way] = score_agreement(gwen_run.evaluations, rival_run.evaluations)
+        agreement[way] = score_and_reply_agreement(gwen_run.evaluations, rival_run.evaluations)
         print(
-            f"Agreement of {name} and {way}: {agreement[way]['scores']:.1%} of the scores, "
-            f"{agreement[way]['replies']:.1%} of the replies, to the letter"
+            f"Agreement of {name} and {way}: {agreement[way]['scores']:.1%} of the scores are "
+            f"equal, and {agreement[way]['replies']:.1%} of the replies are identical"
         )
     return agreement
 
 
-def score_agreement(
-    gwen_evaluations: list[rubrics.Evaluation], rival_evaluations: list[rubrics.Evaluation]
+def score_and_reply_agreement(
+    gwen_evaluations: list[CriterionEvaluation], rival_evaluations: list[CriterionEvaluation]
 ) -> dict[str, float]:
     """
-    The fractions of evaluations with equal scores and with equal replies.
+    Returns the fraction of judgements with equal scores, and the fraction with equal replies.
 
     Two unreadable scores count as equal.
     """

@@ -1,19 +1,20 @@
 """
-Times rollouts of Gwen and of another engine on the same work. `bench_rollout.py` and
-`bench_rollout_vllm_mlx.py` share this file.
+Times rollouts by Gwen and by another engine on the same work.
 
-All engines get the same token ids, temperature and completion lengths. In their best configuration
-they also decode the same number of rows at once. Before anything is timed, greedy completions must
-show that all engines compute the same. If end tokens end rows, as with a trained model, every
-engine samples completions and lengths of its own. With `--ignore-eos` or a random model, all
-engines do the same work to the token, and every length is asserted.
+`bench_rollout.py` and `bench_rollout_vllm_mlx.py` share this file. All engines get the same prompts
+as token ids, the same temperature and the same limits on completion lengths. In its best
+configuration, each engine also decodes the same number of rows at once. Before anything is timed,
+greedy completions must show that all engines compute the same results. With a trained model, each
+row stops at an end token, so the engines sample completions of different lengths. With
+`--ignore-eos` or a random model, all engines generate the same number of tokens, and every length
+is checked.
 
-`prefill_ms` is the time to process prompts, as each engine reports it; mlx_lm's `stats()` count a
-prompt's last token as decoding. `decode_ms` is the rest of the run. This file does not cover text,
-prompts of unequal length, or judging (bench/judging.py).
+`prefill_ms` is the time for processing prompts, as reported by each engine; mlx_lm's `stats()`
+counts the last token of a prompt as decoding. `decode_ms` is the rest of a run's time. This file
+does not cover text, prompts of unequal length, or judging (bench/judging.py).
 
-Axes: B prompts, G completions per prompt, N = B * G rows, prompt-major, P prompt positions, T
-completion positions, V vocabulary.
+Axes: B prompts, G completions per prompt, N = B * G rows in the order of their prompts, P prompt
+positions, T completion positions, V tokens in the vocabulary.
 """
 
 import argparse
@@ -31,52 +32,52 @@ import numpy as np
 import gwen
 import sampler
 from bench import harness
-from bench.harness import Sample
-from config import Config, Sizes
+from bench.harness import TimedRun
+from config import Config, MemoryDependentSizes
 from disk import hub, model_choice
-from flags import Parser, report_mistakes
+from flags import Parser, exit_on_mistakes
 from forecast import memory_estimate, time_estimate
+from forecast.row_memory import USUAL_ROWS
 from machine import chips, gpu
 from machine.output import guard_output
-from settings.sources import read_environment
-from step.rows import USUAL_ROWS
+from settings.sources import read_judge_chunk_size_from_environment
 
-# length of the greedy completions; engines that do not compute the same differ much earlier
+# the length of the greedy completions; engines that compute different results differ much earlier
 AGREEING_TOKENS = 16
 
 
-class Work(NamedTuple):
-    """The rollout that every engine does."""
+class RolloutWork(NamedTuple):
+    """The prompts, limits and sampling parameters of the rollout that every engine does."""
 
-    prompts: list[tuple[list[int], ...]]  # (B,) each divided into runs of ids, which prompts share
+    prompts: list[tuple[list[int], ...]]  # (B,) token ids, divided into parts that prompts share
     group_size: int
-    limits: list[int]  # (N,) most tokens of each row
-    eos_ids: tuple[int, ...]  # if empty, every row has exactly as many tokens as its limit
+    limits: list[int]  # (N,) the most tokens of each row
+    eos_ids: tuple[int, ...]  # if empty, each row has exactly as many tokens as its limit
     temperature: float
-    batch_size: int  # most rows that are decoded at once
+    batch_size: int  # the most rows that are decoded at once
     seed: int
     with_logprobs: bool = True  # whether to read the log-probabilities of sampled tokens
 
     @property
-    def runs(self) -> list[tuple[list[int], ...]]:
-        """The prompt of each row, divided into runs of ids."""
+    def prompt_parts_by_row(self) -> list[tuple[list[int], ...]]:
+        """The token ids of each row's prompt, divided into parts that prompts share."""
         return [prompt for prompt in self.prompts for _ in range(self.group_size)]
 
     @property
-    def rows(self) -> list[list[int]]:
-        """The prompt of each row."""
-        return [join_runs(runs) for runs in self.runs]
+    def prompt_ids_by_row(self) -> list[list[int]]:
+        """The token ids of each row's prompt."""
+        return [concatenate_parts(parts) for parts in self.prompt_parts_by_row]
 
 
-def join_runs(runs: Iterable[list[int]]) -> list[int]:
-    return list(itertools.chain(*runs))
+def concatenate_parts(id_parts: Iterable[list[int]]) -> list[int]:
+    return list(itertools.chain(*id_parts))
 
 
-class Timing(NamedTuple):
-    """An engine's completions, and the seconds that they took."""
+class TimedRollout(NamedTuple):
+    """The completions that an engine generated, and how long that took."""
 
-    completions: list[list[int]]  # ids of each row, the end token included
-    logprobs: list[list[float]]  # of the same tokens; empty if the engine returns none
+    completions: list[list[int]]  # the token ids of each row, including the end token
+    logprobs: list[list[float]]  # the tokens' log-probabilities; empty if the engine returns none
     prefill_s: float
     decode_s: float
 
@@ -85,23 +86,23 @@ class Timing(NamedTuple):
         return self.prefill_s + self.decode_s
 
 
-Engine = Callable[[Work], Timing]
+Engine = Callable[[RolloutWork], TimedRollout]
 
 
 class Rival(NamedTuple):
-    """Another engine, in all its useful configurations."""
+    """An engine that Gwen is compared with, in all its useful configurations."""
 
-    name: str  # the name of its module
-    result: str  # the line of the result, where {} stands for the verdict
-    engines: dict[str, Engine]  # by configuration
+    name: str  # the name of the engine's Python module
+    result: str  # the line that reports the result, with {} in place of the speed ratio
+    engines: dict[str, Engine]  # the rival in each of its configurations, by name
 
 
-def run_gwen(work: Work, *, model: gwen.Model) -> Timing:
+def time_gwen_rollout(work: RolloutWork, *, model: gwen.Model) -> TimedRollout:
     params = sampler.SamplingParams(work.limits, work.temperature, eos_ids=work.eos_ids)
     begin = time.perf_counter()
     result = sampler.rollout(
         model,
-        [join_runs(runs) for runs in work.prompts],
+        [concatenate_parts(parts) for parts in work.prompts],
         params,
         group_size=work.group_size,
         key=work.seed,
@@ -111,24 +112,25 @@ def run_gwen(work: Work, *, model: gwen.Model) -> Timing:
     prefill_s = result.stats.prefill_s
     padded_logprobs = np.array(result.logprobs).tolist()
     logprobs = [row[:length] for row, length in zip(padded_logprobs, result.lengths, strict=True)]
-    return Timing(result.ids, logprobs, prefill_s, seconds - prefill_s)
+    return TimedRollout(result.ids, logprobs, prefill_s, seconds - prefill_s)
 
 
 # ---- agreement and measurement
 
 
-def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -> None:
+def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: RolloutWork) -> None:
     """
-    Checks greedy completions of four rows: up to rounding, each token must be the likeliest.
+    Checks that each token in greedy completions of four rows is the likeliest, up to rounding.
 
-    Raises ValueError if an engine chooses another token, or ends a completion early or late.
+    Raises ValueError if an engine chooses a different token, or ends a completion too early or too
+    late.
     """
     prompts = work.prompts[:2]
     group_size = min(work.group_size, 2)
     limits = [AGREEING_TOKENS] * (len(prompts) * group_size)
     probe = work._replace(prompts=prompts, group_size=group_size, limits=limits, temperature=0.0)
     for name, engine in engines.items():
-        for prompt, ids in zip(probe.rows, engine(probe).completions, strict=True):
+        for prompt, ids in zip(probe.prompt_ids_by_row, engine(probe).completions, strict=True):
             all_logits = model(mx.array([prompt + ids]))  # (1, P + T, V)
             logits = all_logits[0, len(prompt) - 1 : -1]  # (T, V)
             columns = mx.array(ids)[:, None]
@@ -136,29 +138,33 @@ def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -
             epsilon = mx.finfo(logits.dtype).eps
             rounding = 8 * epsilon * mx.abs(logits).max(-1)
             is_likeliest = np.array(logits.max(-1) - chosen <= rounding).tolist()
-            has_right_length = len(ids) == expected_length(ids, work.eos_ids)
+            has_right_length = len(ids) == expected_greedy_length(ids, work.eos_ids)
             agrees = [*is_likeliest, has_right_length]
             if not all(agrees):
                 raise ValueError(
-                    f"{name} and our model part at token {agrees.index(False)} of a greedy "
-                    "completion; they do not compute the same"
+                    f"{name} and Gwen's model differ at token {agrees.index(False)} of a greedy "
+                    "completion, so they do not compute the same results"
                 )
 
 
-def expected_length(ids: list[int], eos_ids: tuple[int, ...]) -> int:
-    """The length of a greedy completion that ends at its first end token, or at the limit."""
+def expected_greedy_length(ids: list[int], eos_ids: tuple[int, ...]) -> int:
+    """Returns the length of a completion up to its first end token, or the limit without one."""
     for length, token_id in enumerate(ids, 1):
         if token_id in eos_ids:
             return length
     return AGREEING_TOKENS
 
 
-def measure(
-    engines: dict[str, Engine], work: Work, warmup: int, runs: int
-) -> dict[str, list[Sample]]:
-    """Timed rollouts of each engine. Without end tokens all lengths must equal the limits."""
+def measure_rollouts(
+    engines: dict[str, Engine], work: RolloutWork, warmup: int, runs: int
+) -> dict[str, list[TimedRun]]:
+    """
+    Returns timed rollouts of each engine.
+
+    If the work has no end tokens, asserts that the length of each completion equals its limit.
+    """
     bound_engines = {name: functools.partial(run, work) for name, run in engines.items()}
-    samples_by_engine = harness.run_in_turn(bound_engines, warmup, runs)
+    samples_by_engine = harness.time_engines_in_turn(bound_engines, warmup, runs)
     if not work.eos_ids:
         for name, samples in samples_by_engine.items():
             for sample in samples:
@@ -167,12 +173,12 @@ def measure(
     return samples_by_engine
 
 
-def summarize(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
-    """The figures of `harness.summarize`, and tokens, throughput, prefill and decode times."""
+def summarize_rollouts(samples: list[TimedRun], model: gwen.Model) -> dict[str, float]:
+    """Returns an engine's times, peak memory, number of generated tokens, and tokens per second."""
     tokens = sum(len(completion) for sample in samples for completion in sample.run.completions)
     prefill_s = np.mean([sample.run.prefill_s for sample in samples])
     decode_s = np.mean([sample.run.decode_s for sample in samples])
-    return {"tokens": tokens} | harness.summarize(
+    return {"tokens": tokens} | harness.summarize_times_and_peak(
         samples,
         model,
         prefill_ms=1e3 * prefill_s,
@@ -181,28 +187,32 @@ def summarize(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
     )
 
 
-def measure_roofline(args: argparse.Namespace, model: gwen.Model, entry: dict[str, float]) -> float:
+def measure_roofline(
+    args: argparse.Namespace, model: gwen.Model, gwen_figures: dict[str, float]
+) -> float:
     """
     Prints and returns the least possible decode time, as a fraction of Gwen's decode time.
 
-    The least time is the time to read the bytes that decoding needs. entry: Gwen's figures.
+    The least possible time is the time that the memory takes to deliver all the bytes that decoding
+    must read. gwen_figures: the figures that `summarize_rollouts` returns for Gwen.
     """
     num_rows = args.batch * args.groups
-    length = round(entry["tokens"] / (args.runs * num_rows))
+    length = round(gwen_figures["tokens"] / (args.runs * num_rows))
     config = Config.from_flags(batch=args.batch, groups=args.groups, max_tokens=length)
     prompt_lengths = [args.prompt_tokens] * args.batch
     dtype = model.head_weight.dtype
     demand = memory_estimate.RunDemand(model.config, dtype, config, prompt_lengths)
-    sizes = Sizes(args.rollout_batch_size, memory_estimate.BUDGET, 0)
-    num_bytes = time_estimate.phase_costs(demand, sizes)["decode"].bytes
+    sizes = MemoryDependentSizes(args.rollout_batch_size, memory_estimate.BUDGET, 0)
+    num_bytes = time_estimate.estimate_phase_costs(demand, sizes)["decode"].bytes
 
-    # 268 MB, far more than any cache holds, read and written
+    # the bandwidth for reading and writing 268 MB, which is far larger than any cache
     source = mx.zeros((2**26,), mx.float32)
-    bandwidth = 2 * source.nbytes / chips.least_seconds(lambda: source + 1)
-    fraction = 1e3 * num_bytes / bandwidth / entry["decode_ms"]
+    bandwidth = 2 * source.nbytes / chips.measure_shortest_seconds(lambda: source + 1)
+    fraction = 1e3 * num_bytes / bandwidth / gwen_figures["decode_ms"]
     print(
-        f"Roofline: to read the {num_bytes / 1e9:.3f} GB of decoding at {bandwidth / 1e9:.1f} GB/s "
-        f"takes {fraction:.3f} of the {entry['decode_ms']:.1f} ms of ours"
+        f"Roofline: reading the {num_bytes / 1e9:.3f} GB that decoding needs, at "
+        f"{bandwidth / 1e9:.1f} GB/s, would take {fraction:.3f} of Gwen's decode time of "
+        f"{gwen_figures['decode_ms']:.1f} ms"
     )
     return round(fraction, 4)
 
@@ -211,42 +221,48 @@ def measure_roofline(args: argparse.Namespace, model: gwen.Model, entry: dict[st
 
 
 NUMBERS: harness.Numbers = {
-    "batch": (2, 1, "B, prompts"),
-    "groups": (2, 1, "G, completions per prompt"),
-    "max_tokens": (64, 1, "most tokens of a completion"),
-    "prompt_tokens": (64, 1, "P, random tokens of a prompt"),
-    "warmup": (1, 0, "untimed rounds"),
-    "runs": (2, 1, "timed rounds"),
-    "seed": (0, 0, "seed of prompts, lengths and sampling"),
-    "judge_runs": (1, 1, "timed rounds of judging"),
+    "batch": (2, 1, "B, the number of prompts"),
+    "groups": (2, 1, "G, the number of completions per prompt"),
+    "max_tokens": (64, 1, "the most tokens in a completion"),
+    "prompt_tokens": (64, 1, "P, the number of random tokens in a prompt"),
+    "warmup": (1, 0, "the number of untimed rounds"),
+    "runs": (2, 1, "the number of timed rounds"),
+    "seed": (0, 0, "the seed of the prompts and of sampling"),
+    "judge_runs": (1, 1, "the number of timed rounds of judging"),
 }
 
 
 def parse_flags(argv: list[str] | None, program: str, description: str) -> argparse.Namespace:
     """
-    The settings from a command line, checked and completed.
+    Returns the settings from a command line, after checking them and filling in defaults.
 
     Raises ValueError, which names the flag, if a setting is wrong.
     """
     parser = Parser(program, description)
-    parser.add_argument("--temp", type=float, default=0.8, help="sampling temperature")
+    parser.add_argument(
+        "--temp", type=float, default=0.8, help="the sampling temperature (default: 0.8)"
+    )
     parser.add_argument(
         "--model",
-        help="model, as in train.py (default with a GPU: as in train.py; without: random:30m)",
+        help="the model, as in train.py (default: as in train.py with a GPU, otherwise random:30m)",
     )
     parser.add_argument(
-        "--rollout-batch-size", type=int, help="rows decoded at once (default: all, at most 64)"
+        "--rollout-batch-size",
+        type=int,
+        help="the number of rows decoded at once (default: all rows, but at most 64)",
     )
     parser.add_argument(
-        "--ignore-eos", action="store_true", help="every completion has --max-tokens tokens"
+        "--ignore-eos",
+        action="store_true",
+        help="do not stop at end tokens, so that every completion has --max-tokens tokens",
     )
     parser.add_argument(
-        "--benchmark-judge", action="store_true", help="time judging too, B x G answers"
+        "--benchmark-judge", action="store_true", help="also time the judging of B x G answers"
     )
-    chunk_size = read_environment().get("judge_chunk_size", 24)
-    chunk_setting = (chunk_size, 1, "number of evaluations per batch of Gwen's judge")
+    chunk_size = read_judge_chunk_size_from_environment().get("judge_chunk_size", 24)
+    chunk_setting = (chunk_size, 1, "the number of evaluations in a batch of Gwen's judge")
     numbers = NUMBERS | {"judge_chunk_size": chunk_setting}
-    args = harness.parse_settings(parser, argv, numbers, rollout_batch_size=1, temp=0)
+    args = harness.parse_with_number_flags(parser, argv, numbers, rollout_batch_size=1, temp=0)
     if not args.rollout_batch_size:
         args.rollout_batch_size = min(args.batch * args.groups, USUAL_ROWS)
     if not args.model:
@@ -254,12 +270,16 @@ def parse_flags(argv: list[str] | None, program: str, description: str) -> argpa
     return args
 
 
-def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
-    """The rollout for these settings: random prompts without end tokens, each two runs of ids."""
+def make_rollout_work(args: argparse.Namespace, config: hub.ModelConfig) -> RolloutWork:
+    """
+    Returns the work for these settings, with random prompts that contain no end tokens.
+
+    Each prompt is divided into two parts, of which the second is the last token alone.
+    """
     ordinary_ids = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.end_ids)
     rng = np.random.default_rng(args.seed)
     prompt_ids = rng.choice(ordinary_ids, (args.batch, args.prompt_tokens)).tolist()
-    return Work(
+    return RolloutWork(
         prompts=[(ids[:-1], ids[-1:]) for ids in prompt_ids],
         group_size=args.groups,
         limits=[args.max_tokens] * (args.batch * args.groups),
@@ -271,36 +291,40 @@ def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
 
 
 def compare_engines(
-    args: argparse.Namespace, directory: Path, make_rival: Callable[[Any, Path], Rival]
+    args: argparse.Namespace,
+    directory: Path,
+    make_rival: Callable[[Any, Path], Rival],
+    benchmark_judging: Callable[..., dict[str, Any]],
 ) -> None:
     """
-    Checks, measures and reports Gwen and a rival on the model in a directory.
+    Compares Gwen with a rival on the model in a directory, and prints the results.
 
-    make_rival: makes the rival from mlx_lm's model and the directory.
+    The rival is represented by its fastest configuration that returns log-probabilities, because
+    training needs them. If no configuration returns log-probabilities, the rival is represented by
+    its fastest configuration of all.
 
-    The result compares Gwen with the rival's fastest configuration that returns log-probabilities,
-    which training needs. If none returns them, it compares Gwen with the fastest of all.
+    make_rival: a function that returns the rival, given mlx_lm's model and the directory.
     """
     model = gwen.load_model(directory)
-    rival = make_rival(harness.load_peer(directory, model.head_weight.dtype), directory)
-    work = make_work(args, model.config)
-    engines: dict[str, Engine] = {"ours": functools.partial(run_gwen, model=model)}
+    rival = make_rival(harness.load_mlx_lm_model(directory, model.head_weight.dtype), directory)
+    work = make_rollout_work(args, model.config)
+    engines: dict[str, Engine] = {"ours": functools.partial(time_gwen_rollout, model=model)}
     engines |= rival.engines
     check_agreement(model, engines, work)
 
     config = vars(args) | {"pairs": args.batch * args.groups}
     print_config(args, model)
-    samples = measure(engines, work, args.warmup, args.runs)
-    entries = {name: summarize(samples[name], model) for name in engines}
-    print_entries(entries, len(rival.name) + 2)
+    samples = measure_rollouts(engines, work, args.warmup, args.runs)
+    entries = {name: summarize_rollouts(samples[name], model) for name in engines}
+    print_rollout_entries(entries, len(rival.name) + 2)
     with_logprobs = [name for name in rival.engines if samples[name][0].run.logprobs]
     candidates = with_logprobs or list(rival.engines)
     best = min(candidates, key=lambda name: entries[name]["mean_ms"])
-    rounds = harness.describe_rounds(samples["ours"], samples[best])
-    print(f"Rounds, {best} against ours: {rounds}")
+    rounds = harness.describe_rival_time_ratios(samples["ours"], samples[best])
+    print(f"Compared with ours, {best} took {rounds}")
     fraction = measure_roofline(args, model, entries["ours"])
     ratio = entries[best]["mean_ms"] / entries["ours"]["mean_ms"]
-    print(rival.result.format(harness.describe_ratio(ratio)))
+    print(rival.result.format(harness.describe_speed_ratio(ratio)))
 
     record = {
         "config": config,
@@ -312,8 +336,10 @@ def compare_engines(
     if args.benchmark_judge:
         from bench import judging
 
-        record["judge"] = judging.benchmark(args, model, hub.load_tokenizer(directory), rival)
-    record |= harness.describe_environment(rival.name.replace("_", "-"))
+        record["judge"] = judging.benchmark_judging(
+            args, model, hub.load_tokenizer(directory), rival
+        )
+    record |= harness.collect_environment_facts(rival.name.replace("_", "-"))
     print(json.dumps(record))
 
 
@@ -329,8 +355,8 @@ def print_config(args: argparse.Namespace, model: gwen.Model) -> None:
     )
 
 
-def print_entries(entries: dict[str, dict[str, float]], width: int) -> None:
-    """Prints a line for each engine, in the form that other people's scripts read."""
+def print_rollout_entries(entries: dict[str, dict[str, float]], width: int) -> None:
+    """Prints one line per engine; users' scripts parse these lines, so their format is fixed."""
     for name, entry in entries.items():
         print(
             f"{name:<{width}} | mean {entry['mean_ms']:.1f} ms | std {entry['std_ms']:.1f} ms | "
@@ -338,17 +364,21 @@ def print_entries(entries: dict[str, dict[str, float]], width: int) -> None:
         )
     if len({entry["tokens"] for entry in entries.values()}) > 1:
         print(
-            "Note: rows ended at different tokens, so the engines did not do equal work; "
-            "set --ignore-eos for equal work"
+            "Note: the engines generated different numbers of tokens, so they did not do equal "
+            "work; set --ignore-eos for equal work"
         )
 
 
 @guard_output()
 def main(
-    argv: list[str] | None, program: str, description: str, make_rival: Callable[[Any, Path], Rival]
+    argv: list[str] | None,
+    program: str,
+    description: str,
+    make_rival: Callable[[Any, Path], Rival],
+    benchmark_judging: Callable[..., dict[str, Any]],
 ) -> None:
-    """Runs the command that compares rollouts of Gwen and a rival."""
-    with report_mistakes():
+    """Runs the command that compares rollouts by Gwen with rollouts by a rival."""
+    with exit_on_mistakes():
         args = parse_flags(argv, program, description)
         with harness.model_directory(args.model) as directory:
-            compare_engines(args, directory, make_rival)
+            compare_engines(args, directory, make_rival, benchmark_judging)

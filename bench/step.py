@@ -1,22 +1,23 @@
 """
-Times one GRPO step against other trainers: `uv run python -m bench.step --rounds 3`.
+Compares the time of a GRPO step in Gwen and in other trainers: `uv run python -m bench.step`.
 
-All trainers train adapters of the same rank on all projections of the same weights, in one dtype.
-They get the same prompts in the chat template, and sample G completions of exactly `--max-tokens`
-tokens for each prompt. They use AdamW, a reward that takes no time, and no KL term. All trainers
-decode all rows at once.
+All trainers train adapters of the same rank on all projections of the same weights, with the same
+data type. All trainers get the same prompts in the chat template, and sample G completions of
+exactly `--max-tokens` tokens per prompt. All trainers use AdamW, a reward that takes almost no
+time, and no KL term, and decode all rows at once.
 
-Each engine runs in processes of its own, so that no other engine adds to its peak memory. Python
-finds the engine's packages before Gwen's; uv keeps them in its cache (PyTorch takes gigabytes). TRL
-runs on the device that PyTorch finds; without a GPU it gets as many threads as Gwen, one by
-default. All trainers are called through public names. A step ends when the trainer calls a
-callback, or when `train.train` yields.
+Each engine runs in separate processes, so that no other engine adds to its peak memory. Where
+versions differ, Python imports the engine's packages rather than Gwen's. uv keeps the engines'
+packages in its cache, where PyTorch alone takes gigabytes. TRL runs on the device that PyTorch
+finds; without a GPU, TRL gets as many threads as Gwen, which is one by default. All trainers are
+called through their public functions. A step ends when the trainer calls a callback, or when
+`train.train` yields.
 
-This file does not cover evaluation, checkpoints or judges. Peaks include the weights. On a CPU,
-TRL's peak is the growth of its process, which counts freed memory too; the other peaks are the most
-memory that MLX held.
+This file does not cover evaluation, checkpoints or judges. All peaks include the weights. On a CPU,
+TRL's peak is the growth of its process, which includes memory that was freed again. All other peaks
+are the most memory that MLX used.
 
-Axes: B prompts, G completions of each, N = B * G rows.
+Axes: B prompts, G completions per prompt, N = B * G rows.
 """
 
 import argparse
@@ -45,7 +46,7 @@ import pandas as pd
 import gwen
 from bench import harness
 from disk import hub
-from flags import Parser, flag_of, report_mistakes
+from flags import Parser, exit_on_mistakes, flag_of
 from machine.output import guard_output
 from prompts import chat_template
 
@@ -55,11 +56,12 @@ MLP_PROJECTIONS = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 LEARNING_RATE = 1e-4
 
 
-class Steps(list[dict[str, float]]):
+class StepTimes(list[dict[str, float]]):
     """
-    A list of the times of each step of a trainer.
+    A list of the times that the steps of a trainer took.
 
-    The trainer calls `reward` after its rollout and `end` after its update.
+    The trainer calls `alternating_reward` after each rollout, and `record_step_time` after each
+    update.
     """
 
     def __init__(self, args: argparse.Namespace, directory: Path):
@@ -70,39 +72,43 @@ class Steps(list[dict[str, float]]):
         self.tokenizer = hub.load_tokenizer(directory)
         prompt_lengths = [args.prompt_tokens] * args.batch
         self.texts = harness.random_texts(self.tokenizer, prompt_lengths, args.seed)
-        self.lengths: set[int] = set()  # of the last rollout's completions
-        self.begin()
+        self.lengths: set[int] = set()  # the lengths of the last rollout's completions
+        self.start_clock()
 
-    def begin(self) -> None:
+    def start_clock(self) -> None:
         self.begin_s = time.perf_counter()
         self.begin_cpu_s = time.process_time()
 
-    def reward(self, completions: list[str], completion_ids: Any = (), **_: Any) -> list[float]:
+    def alternating_reward(
+        self, completions: list[str], completion_ids: Any = (), **_: Any
+    ) -> list[float]:
         """
-        A reward function with the signature that all trainers call.
+        Returns a reward for each completion, through a signature that all trainers can call.
 
-        Neighbouring rewards differ, so that all rows have a gradient.
+        Neighbouring completions get different rewards, so that all rows have a gradient.
         """
         self.lengths = set(map(len, completion_ids))
-        return [place * 7 % 5 / 4 for place in range(len(completions))]
+        return [index * 7 % 5 / 4 for index in range(len(completions))]
 
-    def end(self, *_: Any, **__: Any) -> None:
+    def record_step_time(self, *_: Any, **__: Any) -> None:
         assert self.lengths <= {self.args.max_tokens}, f"completions of {self.lengths} tokens"
         step_s = time.perf_counter() - self.begin_s
         cpu_s = time.process_time() - self.begin_cpu_s
         self.append({"step_s": step_s, "cpu_s": cpu_s})
-        self.begin()
+        self.start_clock()
 
 
-# ---- engines: each takes `steps.num_steps` steps and writes into the directory `scratch`
+# ---- engines, each of which takes `steps.num_steps` steps and writes into the directory `scratch`
 
 
-def run_gwen(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
-    # every engine is imported in its function, so that other engines' processes do not load it
+def train_with_gwen(
+    args: argparse.Namespace, directory: Path, steps: StepTimes, scratch: str
+) -> None:
+    # import each engine only in its own function, so that no other engine's process loads it
     train: Any = importlib.import_module("train")
     trainer = train.Trainer.start(
         model=str(directory),
-        reward=steps.reward,
+        reward=steps.alternating_reward,
         steps=steps.num_steps + 1,
         run_dir=f"{scratch}/run",
         batch=args.batch,
@@ -115,20 +121,22 @@ def run_gwen(args: argparse.Namespace, directory: Path, steps: Steps, scratch: s
         data=[{"prompt": text} for text in steps.texts],
         eval_data=[{"prompt": "none of them"}],
     )
-    # every completion has all its tokens
+    # without end tokens, each completion has `max_tokens` tokens
     trainer.run.sampling = trainer.run.sampling._replace(eos_ids=())
-    steps.begin()
-    # leave the loop one step early, because the trainer would save the last step
+    steps.start_clock()
+    # leave the loop one step early, because the trainer would save a checkpoint after the last step
     for _ in itertools.islice(train.train(trainer.run), steps.num_steps):
-        steps.end()
+        steps.record_step_time()
 
 
-def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
+def train_with_mlx_lm_lora(
+    args: argparse.Namespace, directory: Path, steps: StepTimes, scratch: str
+) -> None:
     from mlx_lm.tokenizer_utils import load as load_tokenizer
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     trainer: Any = importlib.import_module("mlx_lm_lora.trainer.grpo_trainer")
-    model = harness.load_peer(directory, gwen.default_dtype())
+    model = harness.load_mlx_lm_model(directory, gwen.default_dtype())
     model.freeze()
     adapter_config = {
         "rank": args.lora_rank,
@@ -138,7 +146,7 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps, scr
     }
     linear_to_lora_layers(model, len(model.layers), adapter_config)
     tokenizer: Any = load_tokenizer(directory)
-    tokenizer.eos_token_ids = []  # every completion has all its tokens
+    tokenizer.eos_token_ids = []  # without end tokens, each completion has `max_tokens` tokens
     prompts = [chat_template.encode_chat(steps.tokenizer, text) for text in steps.texts]
     batch = (prompts, [[0]] * args.batch, steps.texts, [""] * args.batch, None)
     training_args = trainer.GRPOTrainingArgs(
@@ -160,16 +168,18 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps, scr
         tokenizer,
         optim.AdamW(LEARNING_RATE),
         [],
-        reward_funcs=[steps.reward],
+        reward_funcs=[steps.alternating_reward],
         args=training_args,
         iterate_batches=lambda **_: itertools.repeat(batch),
-        training_callback=SimpleNamespace(on_train_loss_report=steps.end),
+        training_callback=SimpleNamespace(on_train_loss_report=steps.record_step_time),
         end_answer_token="",
     )
 
 
-def run_trl(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
-    """Trains on all rows in one batch, and keeps the activations for the backward pass."""
+def train_with_trl(
+    args: argparse.Namespace, directory: Path, steps: StepTimes, scratch: str
+) -> None:
+    """Trains with TRL on all rows in one batch, without gradient checkpointing."""
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")
     trl: Any = importlib.import_module("trl")
@@ -184,7 +194,7 @@ def run_trl(args: argparse.Namespace, directory: Path, steps: Steps, scratch: st
     training_args = trl.GRPOConfig(
         per_device_train_batch_size=steps.num_rows,
         num_generations=args.groups,
-        # every completion has all its tokens
+        # a minimum length prevents completions from ending early
         generation_kwargs={"min_new_tokens": args.max_tokens},
         max_completion_length=args.max_tokens,
         temperature=1.0,
@@ -201,11 +211,11 @@ def run_trl(args: argparse.Namespace, directory: Path, steps: Steps, scratch: st
         chat_template_kwargs={"enable_thinking": False},
     )
     prompts = [[{"role": "user", "content": text}] for text in steps.texts]
-    members = {"on_step_end": staticmethod(steps.end)}
+    members = {"on_step_end": staticmethod(steps.record_step_time)}
     timer_class = type("Timer", (transformers.TrainerCallback,), members)
     trainer = trl.GRPOTrainer(
         model,
-        [steps.reward],
+        [steps.alternating_reward],
         args=training_args,
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         processing_class=steps.tokenizer,
@@ -215,22 +225,22 @@ def run_trl(args: argparse.Namespace, directory: Path, steps: Steps, scratch: st
     trainer.train()
 
 
-class Engine(NamedTuple):
-    run: Callable[[argparse.Namespace, Path, Steps, str], None]
-    # packages that uv puts before Gwen's own
+class TrainerEngine(NamedTuple):
+    run: Callable[[argparse.Namespace, Path, StepTimes, str], None]
+    # the packages that Python imports rather than Gwen's own packages
     packages: tuple[str, ...] = ()
 
 
 ENGINES = {
-    "ours": Engine(run_gwen),
-    # mlx[cpu] too: without it, the engine's mlx would hide the CPU part of Gwen's mlx
-    "mlx_lm_lora": Engine(run_mlx_lm_lora, ("mlx-lm-lora==5.10.2", "mlx[cpu]")),
-    "trl": Engine(run_trl, ("trl==1.16.0", "peft==0.21.2", "torch==2.15.0")),
+    "ours": TrainerEngine(train_with_gwen),
+    # without mlx[cpu], the engine's own mlx would hide the CPU part of Gwen's mlx
+    "mlx_lm_lora": TrainerEngine(train_with_mlx_lm_lora, ("mlx-lm-lora==5.10.2", "mlx[cpu]")),
+    "trl": TrainerEngine(train_with_trl, ("trl==1.16.0", "peft==0.21.2", "torch==2.15.0")),
 }
 
 
 def engine_command(engine: str) -> list[str]:
-    """The command that runs this module in a Python with the engine's packages."""
+    """Returns the command that runs this benchmark in a Python with an engine's packages."""
     packages = ENGINES[engine].packages
     python = [sys.executable]
     if packages:
@@ -244,58 +254,60 @@ def engine_command(engine: str) -> list[str]:
 # ---- the measurement
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, float]]:
-    """The record that one engine's process prints: the times and the peak of each timed step."""
+def time_engine_steps(args: argparse.Namespace) -> list[dict[str, float]]:
+    """Trains with one engine, and returns the times and the peak memory of each timed step."""
     if args.engine == "trl":
         for package in ("torch", "peft", "trl"):
-            importlib.import_module(package)  # load them now, as they are not part of a step's peak
-    bytes_before = peak_resident_bytes()
+            importlib.import_module(package)  # load now, so that no step's peak includes it
+    bytes_before = peak_process_bytes()
     directory = Path(args.model)
-    steps = Steps(args, directory)
+    steps = StepTimes(args, directory)
     run = ENGINES[args.engine].run
     with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as scratch:
         run(args, directory, steps, scratch)
 
     peak_bytes = mx.get_peak_memory()
     if args.engine == "trl":
-        # on its GPU, PyTorch keeps freed memory
+        # PyTorch keeps freed GPU memory, so the memory in use at the end is the peak
         mps: Any = importlib.import_module("torch.mps")
         if mps.is_available():
             peak_bytes = mps.driver_allocated_memory()
         else:
-            peak_bytes = peak_resident_bytes() - bytes_before
+            peak_bytes = peak_process_bytes() - bytes_before
     return [step | {"peak_mb": peak_bytes / 1e6} for step in steps[args.warmup :]]
 
 
-def peak_resident_bytes() -> int:
-    """The most bytes that this process has had in memory."""
+def peak_process_bytes() -> int:
+    """Returns the largest number of bytes that this process has ever had in memory."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def run_processes(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
+def run_engines_in_processes(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
     """
-    The timed steps of `args.rounds` processes of each engine, in turn.
+    Runs `args.rounds` processes of each engine in turn, and returns all timed steps.
 
-    Raises ValueError, which quotes the process's last line, if a process fails.
+    Raises ValueError, which quotes the last line of the error output, if a process fails.
     """
     flags = []
     for name in NUMBERS:
         flags += [flag_of(name), str(getattr(args, name))]
     steps: list[dict[str, Any]] = []
-    for _, engine in harness.interleave(args.engines, args.rounds):
+    for _, engine in harness.turns_in_alternating_order(args.engines, args.rounds):
         command = [*engine_command(engine), "--model", str(directory), *flags]
         process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if process.returncode:
             last_line = process.stderr.strip().splitlines()[-1:]
-            raise ValueError(f"{engine} ended with exit status {process.returncode}: {last_line}")
+            raise ValueError(
+                f"the process of {engine} failed with exit status {process.returncode}: {last_line}"
+            )
         engine_steps = json.loads(process.stdout.splitlines()[-1])
         steps += [{"engine": engine} | step for step in engine_steps]
     return steps
 
 
 def print_report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
-    """Prints each engine's medians, how Gwen compares with them, and the same figures as JSON."""
+    """Prints each engine's median figures, a comparison with Gwen, and all figures as JSON."""
     print(
         f"Config: B={args.batch} G={args.groups} prompt={args.prompt_tokens} "
         f"max_tokens={args.max_tokens} rank={args.lora_rank} model={args.model} "
@@ -313,10 +325,10 @@ def print_report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
     if "ours" in table.index:
         ratios = (table / table.loc["ours"]).drop("ours")
     for name, ratio in ratios.iterrows():
-        speed = harness.describe_ratio(ratio.step_s)
+        speed = harness.describe_speed_ratio(ratio.step_s)
         print(
-            f"Result: ours is {speed} than {name} ({ratio.cpu_s:.2f}x by processors), "
-            f"at {1 / ratio.peak_mb:.2f} of its peak memory"
+            f"Result: ours is {speed} than {name} ({ratio.cpu_s:.2f}x in processor time), with "
+            f"{1 / ratio.peak_mb:.2f} times the peak memory of {name}"
         )
     record = {
         "config": vars(args),
@@ -324,42 +336,49 @@ def print_report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
         "engines": table.round(3).to_dict("index"),
         "ratios": ratios.step_s.round(3).to_dict(),
     }
-    print(json.dumps(record | harness.describe_environment()))
+    print(json.dumps(record | harness.collect_environment_facts()))
 
 
-NUMBERS: harness.Numbers = {  # each engine's process gets them too
-    "batch": (4, 1, "B, prompts"),
-    "groups": (8, 2, "G, completions of each"),
-    "prompt_tokens": (96, 2, "tokens of a prompt, random words"),
-    "max_tokens": (64, 1, "tokens of every completion"),
-    "lora_rank": (16, 1, "rank of the adapters"),
-    "seed": (0, 0, "seed of prompts and sampling"),
-    "warmup": (1, 0, "untimed steps of each process"),
-    "runs": (2, 1, "timed steps of each process"),
-    "rounds": (1, 1, "processes of each engine, in turn"),
+# These flags are also passed on to each engine's process.
+NUMBERS: harness.Numbers = {
+    "batch": (4, 1, "B, the number of prompts"),
+    "groups": (8, 2, "G, the number of completions per prompt"),
+    "prompt_tokens": (96, 2, "the number of random words, of one token each, in a prompt"),
+    "max_tokens": (64, 1, "the number of tokens in every completion"),
+    "lora_rank": (16, 1, "the rank of the adapters"),
+    "seed": (0, 0, "the seed of the prompts and of sampling"),
+    "warmup": (1, 0, "the number of untimed steps of each process"),
+    "runs": (2, 1, "the number of timed steps of each process"),
+    "rounds": (1, 1, "the number of processes of each engine"),
 }
 
 
 def parse_flags(argv: list[str] | None) -> argparse.Namespace:
-    """The checked settings. Raises ValueError, which names the flag, if a setting is wrong."""
-    parser = Parser("bench.step", "Time one GRPO step against those of mlx-lm-lora and TRL.")
-    parser.add_argument("--model", default="random:30m", help="model, as in train.py")
+    """
+    Returns the settings from a command line, after checking them.
+
+    Raises ValueError, which names the flag, if a setting is wrong.
+    """
+    parser = Parser("bench.step", "Compare the time of a GRPO step in Gwen, mlx-lm-lora and TRL.")
+    parser.add_argument("--model", default="random:30m", help="the model, as in train.py")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument(
-        "--engine", choices=tuple(ENGINES), help="run only this engine here and print its record"
+        "--engine",
+        choices=tuple(ENGINES),
+        help="run only this engine, in this process, and print its times as JSON",
     )
-    return harness.parse_settings(parser, argv, NUMBERS)
+    return harness.parse_with_number_flags(parser, argv, NUMBERS)
 
 
 @guard_output()
 def main(argv: list[str] | None = None) -> None:
-    with report_mistakes():
+    with exit_on_mistakes():
         args = parse_flags(argv)
         if args.engine:
-            print(json.dumps(measure(args)))
+            print(json.dumps(time_engine_steps(args)))
             return
         with harness.model_directory(args.model) as directory:
-            print_report(args, run_processes(args, directory))
+            print_report(args, run_engines_in_processes(args, directory))
 
 
 if __name__ == "__main__":

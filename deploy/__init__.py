@@ -1,1 +1,1 @@
-"""Formats for other programs, and the commands of an installed Gwen."""
+"""Export formats for other programs, and the `gwen` command of an installed Gwen."""

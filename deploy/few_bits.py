@@ -1,12 +1,13 @@
 """
-A merged model in 8 or 4 bits, and the cost of the lost bits.
+Writes a merged model in 8 or 4 bits, and measures how much the rounding changes the model.
 
-mlx_lm packs the weights. The cost is measured for a packed directory or a GGUF file. It consists of
-the held-out figures, and of the distance by which rounding moves the model, as a fraction of the
-distance by which training moved it. Both distances are divergences on the model's own answers. The
-number of changed weights says nothing: most of them change, and their noise adds up to little.
+mlx_lm packs the weights. The effect of rounding is measured for a packed directory or a GGUF file,
+in two ways. First, the model is evaluated on held-out problems. Second, the distance that rounding
+moves the model is compared with the distance that training moved the model. Both distances are
+divergences on the model's own answers. The number of changed weights is not informative, because
+rounding changes most weights, but these small changes have little effect in total.
 
-This file does not cover calibration with data, for which mlx_lm has commands.
+Calibration with data is not implemented here, because mlx_lm has commands for it.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import judge
 import tasks
 from config import Config
 from disk import eval_record, hub, model_card, run_files
-from evaluation import evaluate, measures, policy
+from evaluation import measures, policy, score_task
 from machine import alive
 from prompts.examples import Example
 from step.batch import completion_hidden_states, make_batches
@@ -29,15 +30,22 @@ from step.sample import Sample
 from text.printable import escape_invisible
 from tools import toolbox as toolbox_module
 
-TOO_MUCH = 1 / 3  # of training's distance; a warning appears if rounding moves the model further
-POSITIONS = 256  # positions in a pass that holds all its logits
+# A warning is printed if rounding moves the model by more than this fraction of the distance that
+# training moved it.
+TOO_MUCH = 1 / 3
+POSITIONS = 256  # the number of positions in a pass that keeps all its logits in memory
+
+SampledAndGreedyAnswers = tuple[list[Sample], list[Sample]]
+ModelAndAnswers = tuple[gwen.Model, list[Sample], list[Sample]]
+BitsPerWeight = float
 
 
-def quantize_directory(wide: Path, out: Path, bits: int) -> float:
+def write_quantized_copy(model_directory: Path, out: Path, bits: int) -> BitsPerWeight:
     """
     Writes a packed copy of a model's directory, as `mlx_lm.convert -q` does.
 
-    Returns the mean number of bits per weight. Raises ValueError if no weight can be packed.
+    Returns the mean number of bits per weight. Raises ValueError if none of the weights can be
+    packed.
     """
     from mlx_lm.utils import (
         compute_bits_per_weight,
@@ -47,112 +55,127 @@ def quantize_directory(wide: Path, out: Path, bits: int) -> float:
         save_model,
     )
 
-    model, config = load_model(wide, lazy=True)
+    model, config = load_model(model_directory, lazy=True)
     with contextlib.redirect_stdout(sys.stderr):
         model, config = quantize_model(model, config, None, bits)
     names = [name for name, _ in tree_flatten(model.parameters())]
     if not any(name.endswith(".scales") for name in names):
         raise ValueError(
-            f"--bits {bits}: mlx_lm packs 64 columns at a time, "
-            "and no width of this model is a multiple"
+            f"--bits {bits}: mlx_lm packs 64 columns at a time, but no width of this model is a "
+            "multiple of 64; leave out --bits"
         )
     bits_per_weight: float = compute_bits_per_weight(model)
     save_model(out, model, donate_model=True)
     save_config(config, out / "config.json")
     weights_and_config = shutil.ignore_patterns("model*", "config.json")
-    shutil.copytree(wide, out, ignore=weights_and_config, dirs_exist_ok=True)
+    shutil.copytree(model_directory, out, ignore=weights_and_config, dirs_exist_ok=True)
     return bits_per_weight
 
 
-def print_quantization_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
+def measure_and_print_quantization_cost(
+    run: str | None, wide_directory: Path, few_bits_path: Path, bits: int
+) -> None:
     """
-    Compares a run's model in few bits and in 16 on held-out problems, and prints the result.
+    Compares a run's rounded model with its 16-bit model, and prints the result.
 
-    wide: the model's directory in 16 bits. few: its directory or GGUF file in few bits.
+    The comparison uses held-out problems of the run.
+
+    wide_directory: the directory of the 16-bit model.
+    few_bits_path: the directory or GGUF file of the rounded model.
     """
     try:
         config = load_config_with_problems(run)
-        hub.find_model(few)  # refuses at once a file that Gwen writes but cannot read
+        hub.find_model_directory(
+            few_bits_path
+        )  # raises an error at once if Gwen cannot read the file that it wrote
         assert run is not None
-        task = tasks.make_task(config, held_out_keys=tasks.read_held_out(run))
-        print(f"now what {bits} bits cost, by held-out problems; what is written stays", flush=True)
-        _, sampled, greedy = evaluate_model(config, task, wide, 16)
-        model, _, _ = evaluate_model(config, task, few, bits)
-        lost = measures.measure_divergence(model, sampled, 1.0)  # nats per token
-        agreement = greedy_agreement(model, greedy)
-        del model  # one model at a time
+        task = tasks.make_task(config, held_out_keys=tasks.read_held_out_keys(run))
+        print(
+            f"the model has been written; now measuring the effect of {bits} bits on held-out "
+            "problems (you may stop the measurement with Ctrl-C)",
+            flush=True,
+        )
+        _, sampled, greedy = evaluate_and_print_model(config, task, wide_directory, 16)
+        model, _, _ = evaluate_and_print_model(config, task, few_bits_path, bits)
+        lost = measures.mean_kl_to_reference(model, sampled, 1.0)  # nats per token
+        agreement = greedy_agreement_fraction(model, greedy)
+        del model  # only one model is in memory at a time
         base, _ = gwen.load(
             config.model.name,
             adapter=run_files.adapter_path(run, 0),
             end_tokens=config.sampling.end_tokens,
         )
-        learned = measures.measure_divergence(base, sampled, 1.0)
-    except ValueError as error:  # the model has been written all the same
-        print(escape_invisible(f"what {bits} bits cost was not measured: {error}"))
+        learned = measures.mean_kl_to_reference(base, sampled, 1.0)
+    except ValueError as error:  # the model has already been written, so this is not fatal
+        print(escape_invisible(f"the effect of {bits} bits was not measured: {error}"))
         return
 
     fraction = lost / max(learned, 1e-9)
-    beginning = model_card.describe_start(config.to_flags())
+    beginning = model_card.describe_initial_adapter(config.to_flags())
     print(
-        f"{bits} bits are {lost:.2g} nats a token from 16, {fraction:.2%} of the {learned:.2g} "
-        f"that training moved{beginning}; {agreement:.1%} of the tokens of greedy answers "
-        "stay the likeliest"
+        f"rounding to {bits} bits moved the model by {lost:.2g} nats per token, {fraction:.2%} of "
+        f"the {learned:.2g} nats per token by which training moved the model{beginning}; "
+        f"{agreement:.1%} of the tokens in greedy answers are still the likeliest tokens"
     )
     if lost > TOO_MUCH * learned:
         print(
-            f"WARNING: rounding to {bits} bits changed the model by over a third as much as "
+            f"WARNING: rounding to {bits} bits changed the model by more than a third as much as "
             "training did; use more bits, or train longer"
         )
 
 
 def load_config_with_problems(run: str | None) -> Config:
-    """A run's settings. Raises ValueError if there is no run, or its task has no problems."""
-    reason = "only --run of a task with problems tells them"
+    """
+    The settings of a run whose task has problems.
+
+    Raises ValueError if there is no run, or if the run's task has no problems.
+    """
+    reason = "the measurement needs --run with a run whose task has problems to solve"
     if run is None:
         raise ValueError(reason)
-    config = policy.load_run_config(run, {})
-    if config.data.task == "own" and not config.data.path:  # given replies are not problems
+    config = policy.load_run_config_and_set_template_date(run, {})
+    if config.data.task == "own" and not config.data.path:  # such a run has only given replies
         raise ValueError(reason)
     return config
 
 
-def evaluate_model(
-    config: Config, task: tasks.Task, place: Path, bits: int
-) -> tuple[gwen.Model, list[Sample], list[Sample]]:
+def evaluate_and_print_model(
+    config: Config, task: tasks.Task, model_path: Path, bits: int
+) -> ModelAndAnswers:
     """
-    Evaluates the model at a path as its run does, and prints the result.
+    Evaluates a model in the same way as its run does, and prints the result.
 
     Returns the model, its sampled answers and its greedy answers.
     """
-    model, tokenizer = gwen.load(place, end_tokens=config.sampling.end_tokens)
-    # A judge on a server may cost money, so it is not used here.
+    model, tokenizer = gwen.load(model_path, end_tokens=config.sampling.end_tokens)
+    # A judge on a server is not used here, because it may cost money.
     needs_judge = task.rubric is not None and task.verifier is None and not config.judge.url
     rubric = task.rubric if needs_judge else None
-    grader, _ = judge.make_graders(config, rubric, None)
+    grader, _ = judge.make_judge_and_witness(config, rubric, None)
     answers: list[list[Sample]] = []
 
-    def answer(
-        problems: list[Example], params: evaluate.EvalParams
-    ) -> tuple[list[Sample], list[Sample]]:
-        sampled, greedy = evaluate.answer_both(model, tokenizer, problems, params)
+    def answer_and_collect(
+        problems: list[Example], params: score_task.EvalParams
+    ) -> SampledAndGreedyAnswers:
+        sampled, greedy = score_task.answer_sampled_and_greedy(model, tokenizer, problems, params)
         answers.extend((sampled, greedy))
         return sampled, greedy
 
     toolbox = toolbox_module.make_toolbox(
         config, task.tools, task.environments, tokenizer, model.config
     )
-    params = evaluate.EvalParams.from_config(config, toolbox=toolbox)
-    record, _ = evaluate.evaluate_task(answer, task, params, grader=grader)
-    print(f"{bits} bits: {eval_record.evaluation_line(record)}", flush=True)
+    params = score_task.EvalParams.from_config(config, toolbox=toolbox)
+    record, _ = score_task.evaluate_task(answer_and_collect, task, params, grader=grader)
+    print(f"{bits} bits: {eval_record.format_evaluation_line(record)}", flush=True)
     sampled, greedy = answers
     return model, sampled, greedy
 
 
-def greedy_agreement(model: gwen.Model, greedy: list[Sample]) -> float:
-    """The fraction of the tokens in greedy answers that are also the likeliest for `model`."""
+def greedy_agreement_fraction(model: gwen.Model, greedy_samples: list[Sample]) -> float:
+    """The fraction of the tokens in greedy answers that are also the likeliest under `model`."""
     num_equal = 0.0
     num_tokens = 0.0
-    batches = make_batches(greedy, POSITIONS, "off")
+    batches = make_batches(greedy_samples, POSITIONS, "off")
     for batch in alive.Bar(batches, desc="likeliest tokens", unit="part"):
         logits = completion_hidden_states(model, batch) @ model.head_weight.T
         is_equal = (logits.argmax(-1) == batch.completion_ids) * batch.mask

@@ -1,14 +1,14 @@
 """
-Writes GGUF files, which hold a model for llama.cpp, Ollama and LM Studio in 16, 8 or 4 bits.
+Writes GGUF files, which contain a model for llama.cpp, Ollama and LM Studio in 16, 8 or 4 bits.
 
-Norms and biases stay float32. At 16 bits matrices become F16, at 8 bits Q8_0. At 4 bits each
-becomes the type that llama.cpp's Q4_K_M gives it. Only llama.cpp's own library packs those types;
-without it, matrices become Q4_0.
+Norms and biases remain in float32. Matrices become F16 at 16 bits and Q8_0 at 8 bits. At 4 bits,
+each matrix gets the type that llama.cpp's Q4_K_M scheme chooses for it. Only llama.cpp's own
+library can pack these types. Without this library, matrices become Q4_0.
 
-This file does not cover reading (disk/gguf.py). It does not support Qwen3.5 and SmolLM3, tokenizers
-with a split rule that is not in `SPLITS`, or rounding errors weighted by sample texts.
+GGUF files are read in disk/gguf.py. Qwen3.5, SmolLM3 and tokenizers with a split rule that is not
+in `SPLITS` are not supported. Rounding errors are not weighted by sample texts.
 
-Axes: H heads, D head dim, C input width.
+Axes: H heads, D dimensions per head, C input width.
 """
 
 import ctypes
@@ -26,12 +26,14 @@ from disk import gguf as reader
 from disk.hub import ModelConfig
 from layers.ops import Rope
 from prompts import chat_template
+from text.commands import advice_to_install_extra
 
 LABELS = {16: "F16", 8: "Q8_0", 4: "Q4_K_M"}
-ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,), the divisors of the frequencies in Llama 3
-# Every split rule splits this text differently.
+ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,) the divisors of Llama 3's rotation frequencies
+
+# Each split rule splits this text in a different way.
 ODD = "He'LL say: don't 12345!?\n\n  x\u0301y _a\u0940\t\u4e2d\u6587 http://A-b.C/\r\n   end"
-# the methods of gguf's writer that add metadata, by the type of the value
+# the methods of the gguf package's writer that add metadata, by the type of the value
 ADDERS = {
     str: "add_string",
     bool: "add_bool",
@@ -39,7 +41,7 @@ ADDERS = {
     float: "add_float32",
     list: "add_array",
 }
-# YaRN's settings: name in config.json -> name in a GGUF file
+# YaRN settings: the name in config.json -> the name in a GGUF file
 YARN_KEYS = {
     "rope_type": "type",
     "factor": "factor",
@@ -58,31 +60,31 @@ def write_gguf(
     bits: int,
 ) -> str:
     """
-    Writes NAME-LABEL.gguf into a new folder; returns a summary for the user.
+    Writes the file NAME-LABEL.gguf into a new folder, and returns a summary for the user.
 
-    weights: by Hugging Face name. Each is removed when it is written, so that only one matrix at a
-        time is in memory.
+    weights: the weights by their Hugging Face names. Each weight is removed from the dictionary
+        when it is written, so that only one matrix is in memory at a time.
 
-    Raises ValueError for a model that such a file cannot hold, and if the package gguf is missing.
+    Raises ValueError if the model is not supported, or if the package gguf is missing.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
-            "--export gguf: the package gguf is not installed; run the same command again, but "
-            "begin it with: uv run --extra gguf"
+            "--export gguf needs the package gguf, which is not installed; "
+            + advice_to_install_extra("gguf")
         )
     import gguf
 
-    library = find_llama_cpp()
+    library = load_llama_cpp_library()
     label = LABELS[bits]
     if bits == 4 and library is None:
         label = "Q4_0"
     file = f"{name}-{label}.gguf"
-    metadata = make_metadata(config, tokenizer)
+    metadata = make_gguf_metadata(config, tokenizer)
     metadata["general.name"] = name
     metadata["general.file_type"] = int(gguf.LlamaFileType[f"MOSTLY_{label}"])
     metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
-        weights[ROPE_FACTORS] = rope_factors(config)
+        weights[ROPE_FACTORS] = llama3_frequency_divisors(config)
 
     folder.mkdir(parents=True)
     writer = gguf.GGUFWriter(folder / file, config.model_type, use_temp_file=True)
@@ -113,27 +115,31 @@ def write_gguf(
 # ---- tensors
 
 
-def rope_factors(config: ModelConfig) -> mx.array:
-    """The numbers by which Llama 3 divides the frequencies of its rotation, (D / 2,) float32."""
+def llama3_frequency_divisors(config: ModelConfig) -> mx.array:
+    """The numbers by which Llama 3 divides its rotation frequencies, (D / 2,) float32."""
     plain = Rope(config.rotary_dim, config.rope_theta, None)
     scaled = Rope(config.rotary_dim, config.rope_theta, config.rope_scaling)
     return mx.array((plain.frequencies / scaled.frequencies).astype(np.float32))
 
 
 def reorder_llama_heads(hub_name: str, tensor: mx.array, config: ModelConfig) -> mx.array:
-    """A query or key projection with its rows in llama.cpp's order; other tensors unchanged."""
+    """
+    The tensor, with its rows in llama.cpp's order if it is a query or key projection.
+
+    All other tensors are returned unchanged.
+    """
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     num_heads = heads.get(hub_name.split(".")[-2])
     if num_heads is None:
         return tensor
-    return reader.reorder_heads(tensor, num_heads, config.head_dim // 2)
+    return reader.reorder_head_rows(tensor, num_heads, config.head_dim // 2)
 
 
 def choose_tensor_type(name: str, shape: tuple[int, ...], config: ModelConfig, label: str) -> Any:
     """
-    The type of a tensor (…, C): the best type for its file whose block size divides the rows.
+    The best allowed type for a tensor (…, C) whose block size divides C.
 
-    Source of Q4_K_M's choice of tensors that get more bits, and of the fallbacks:
+    Q4_K_M's choice of the tensors with more bits, and the fallback types, come from
     https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp.
     """
     import gguf
@@ -141,13 +147,13 @@ def choose_tensor_type(name: str, shape: tuple[int, ...], config: ModelConfig, l
     if len(shape) == 1:
         names = ["F32"]
     else:
-        names = [*preferred_types(name, config, label), "F16"]
+        names = [*preferred_type_names(name, config, label), "F16"]
     kinds = [gguf.GGMLQuantizationType[kind_name] for kind_name in names]
     return next(kind for kind in kinds if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0)
 
 
-def preferred_types(name: str, config: ModelConfig, label: str) -> list[str]:
-    """The names of the types that a matrix may have in a file with this label, best first."""
+def preferred_type_names(name: str, config: ModelConfig, label: str) -> list[str]:
+    """The names of the types that a matrix may have in a file with this label, best type first."""
     head_name = "token_embd" if config.tie_word_embeddings else "output."
     is_head = name.startswith(head_name)
     if label == "F16":
@@ -164,10 +170,10 @@ def preferred_types(name: str, config: ModelConfig, label: str) -> list[str]:
 
 def needs_more_bits(name: str, num_layers: int) -> bool:
     """
-    Whether Q4_K_M gives this matrix more bits.
+    Whether the Q4_K_M scheme uses more bits for this matrix.
 
-    It does so for two kinds of matrices, in the first and last eighth of the layers, and in every
-    third layer between them.
+    Q4_K_M uses more bits for the value and down projections in the first eighth of the layers, in
+    the last eighth, and in every third layer in between.
     """
     if not name.startswith("blk."):
         return False
@@ -179,8 +185,12 @@ def needs_more_bits(name: str, num_layers: int) -> bool:
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
-def find_llama_cpp() -> ctypes.CDLL | None:
-    """llama.cpp's library, from the package xllamacpp or this machine; None if there is none."""
+def load_llama_cpp_library() -> ctypes.CDLL | None:
+    """
+    llama.cpp's library, from the package xllamacpp or as installed on this machine.
+
+    Returns None if the library is not found.
+    """
     spec = importlib.util.find_spec("xllamacpp")
     folders = spec.submodule_search_locations if spec else None
     files = []
@@ -190,18 +200,18 @@ def find_llama_cpp() -> ctypes.CDLL | None:
     return ctypes.CDLL(path) if path else None
 
 
-def pack_matrix(matrix: np.ndarray, kind: Any, library: ctypes.CDLL | None) -> np.ndarray:
-    """The bytes of a float32 matrix (…, C) after conversion to a type."""
+def pack_matrix(matrix: np.ndarray, tensor_type: Any, library: ctypes.CDLL | None) -> np.ndarray:
+    """The bytes of a float32 matrix (…, C) after conversion to the given tensor type."""
     import gguf
 
-    if kind.name in ("F32", "F16") or library is None:
-        return np.asarray(gguf.quantize(matrix, kind))
-    packed = np.empty(gguf.quant_shape_to_byte_shape(matrix.shape, kind), np.uint8)
+    if tensor_type.name in ("F32", "F16") or library is None:
+        return np.asarray(gguf.quantize(matrix, tensor_type))
+    packed = np.empty(gguf.quant_shape_to_byte_shape(matrix.shape, tensor_type), np.uint8)
     library.ggml_quantize_chunk(
-        ctypes.c_int(kind),
+        ctypes.c_int(tensor_type),
         ctypes.c_void_p(matrix.ctypes.data),
         ctypes.c_void_p(packed.ctypes.data),
-        ctypes.c_int64(0),  # the first row
+        ctypes.c_int64(0),  # the index of the first row
         ctypes.c_int64(len(matrix)),
         ctypes.c_int64(matrix.shape[-1]),
         None,
@@ -212,18 +222,18 @@ def pack_matrix(matrix: np.ndarray, kind: Any, library: ctypes.CDLL | None) -> n
 # ---- metadata
 
 
-def make_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
+def make_gguf_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
     """
-    The metadata about the model and the tokenizer.
+    The GGUF metadata about the model and its tokenizer.
 
-    Raises ValueError for a family or tokenizer that is not supported.
+    Raises ValueError if the model family or the tokenizer is not supported.
     """
     architecture = config.model_type
     if architecture not in reader.ARCHITECTURES:
         raise ValueError(
-            f"--export gguf: {config.family.members} is not written yet, "
+            f"--export gguf does not support {config.family.members} yet, "
             f"only {', '.join(reader.ARCHITECTURES)}; "
-            "use --fuse, and llama.cpp's convert_hf_to_gguf.py on what it writes"
+            "use --fuse, and then llama.cpp's convert_hf_to_gguf.py on the directory that it writes"
         )
     metadata = {}
     for attribute, key in reader.KEYS.items():
@@ -238,7 +248,11 @@ def make_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
 
 
 def make_tokenizer_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
-    """The metadata about a tokenizer. Raises ValueError for a split rule not in `SPLITS`."""
+    """
+    The GGUF metadata about a tokenizer.
+
+    Raises ValueError if the tokenizer's split rule is not in `SPLITS`.
+    """
     merges = []
     for merge in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]:
         merges.append(merge if isinstance(merge, str) else " ".join(merge))
@@ -249,9 +263,9 @@ def make_tokenizer_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, An
         template = template["default"]
     metadata = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": split_rule_name(tokenizer),
+        "tokenizer.ggml.pre": llama_cpp_split_rule_name(tokenizer),
         "tokenizer.ggml.tokens": [token_of_id.get(number, f"[PAD{number}]") for number in ids],
-        "tokenizer.ggml.token_type": token_types(tokenizer, config.vocab_size),
+        "tokenizer.ggml.token_type": gguf_token_types(tokenizer, config.vocab_size),
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.add_bos_token": prompts_begin_with_bos(tokenizer),
         "tokenizer.chat_template": template,
@@ -269,8 +283,8 @@ def make_tokenizer_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, An
     return metadata
 
 
-def token_types(tokenizer: Any, vocab_size: int) -> list[int]:
-    """The type of each id: normal, user-defined, control or unused."""
+def gguf_token_types(tokenizer: Any, vocab_size: int) -> list[int]:
+    """The GGUF type of each token id, which is normal, user-defined, control or unused."""
     import gguf
 
     vocabulary_ids = set(tokenizer.get_vocab().values())
@@ -289,29 +303,29 @@ def token_types(tokenizer: Any, vocab_size: int) -> list[int]:
 
 def prompts_begin_with_bos(tokenizer: Any) -> bool:
     """
-    Whether training's prompts begin with the tokenizer's token for the beginning of a text.
+    Whether training prompts begin with the tokenizer's beginning-of-text token.
 
-    Training takes the template's text unchanged. A program that reads a GGUF file puts this token
-    in front if the file says so, whatever the template writes.
+    Training uses the text of the chat template unchanged. A program that reads a GGUF file adds
+    the token before this text if the file says so, even if the template already writes the token.
     """
     return chat_template.encode_chat(tokenizer, "Hi")[:1] == [tokenizer.bos_token_id]
 
 
-def split_rule_name(tokenizer: Any) -> str:
+def llama_cpp_split_rule_name(tokenizer: Any) -> str:
     """
     llama.cpp's name for the rule by which a tokenizer splits text.
 
-    Raises ValueError for a rule that is not in `SPLITS`.
+    Raises ValueError if the rule is not in `SPLITS`.
     """
     splitter = tokenizer.backend_tokenizer.pre_tokenizer
     pieces = []
     if splitter:
         pieces = [piece for piece, _ in splitter.pre_tokenize_str(ODD)]
     for name in reader.SPLITS:
-        rule_pieces = [piece for piece, _ in reader.make_splitter(name).pre_tokenize_str(ODD)]
+        rule_pieces = [piece for piece, _ in reader.make_pre_tokenizer(name).pre_tokenize_str(ODD)]
         if pieces == rule_pieces:
             return name
     raise ValueError(
-        f"--export gguf: the tokenizer splits text otherwise than {', '.join(reader.SPLITS)}; "
-        "use --fuse"
+        f"--export gguf: the tokenizer splits text by a rule other than "
+        f"{', '.join(reader.SPLITS)}; use --fuse instead"
     )

@@ -1,13 +1,13 @@
 """
-A Modelfile for Ollama: how to sample, where answers stop, and the chat template in Go.
+Writes a Modelfile for Ollama, with sampling settings, stop texts and a chat template in Go.
 
-Ollama does not render Jinja. If it has a template of its own that nearly equals the one in the GGUF
-file, it uses its own; otherwise it joins the messages without roles. So the chat template is
-rendered here with marks in place of the texts, and the pieces between the marks become a template
-in the syntax of Go's text/template.
+Ollama does not render Jinja templates. If Ollama has a template of its own that is nearly equal to
+the template in the GGUF file, Ollama uses its own template. Otherwise, Ollama joins the messages
+without their roles. So the chat template is rendered here with marker texts in place of the
+messages, and the pieces between the markers become a template in the syntax of Go's text/template.
 
-Not supported are tools, dates other than today's, and templates that strip the spaces around a text
-or the thoughts in it.
+Tools and dates other than today's are not supported. Templates that strip spaces around a message,
+or thoughts from a message, are not supported either.
 
 Source: https://github.com/ollama/ollama, template/template.go and parser/parser.go.
 """
@@ -19,23 +19,23 @@ from typing import Any, NamedTuple
 
 from config import Config
 from deploy.gguf_writer import prompts_begin_with_bos
-from disk.ends import end_of_reply_id
+from disk.ends import find_end_of_reply_id
 from prompts import chat_template
 
-# By default, Ollama samples at temperature 0.8, cuts off unlikely tokens and penalizes repetition.
+# By default, Ollama samples at temperature 0.8, excludes unlikely tokens and penalizes repetition.
 MODELFILE = """\
 FROM ./{file}
-# Greedy, as --temp 0. To draw as training did, write the run's --temp, by default 1.
+# Greedy sampling, as with --temp 0. To sample as in training, set the run's --temp (by default 1).
 PARAMETER temperature 0
 PARAMETER top_k 0
 PARAMETER top_p 1
 PARAMETER repeat_penalty 1
 """
 SHOTS = (
-    "# Ollama puts these before every talk. Who sends them too, as evaluate.py --url does, "
-    "removes them here.\n"
+    "# Ollama starts every conversation with these messages. Remove them here if your program "
+    "sends them too, as evaluate.py --url does.\n"
 )
-# `@name@` stands for a field of `TemplatePieces`.
+# Each `@name@` is replaced by the field of `TemplatePieces` with that name.
 GO_TEMPLATE = """\
 {{ range $i, $one := .Messages }}{{ $last := eq (len (slice $.Messages $i)) 1 }}\
 {{ if eq $one.Role "system" }}@system@{{ $one.Content }}@after_system@\
@@ -44,7 +44,7 @@ GO_TEMPLATE = """\
 {{ else if eq $one.Role "assistant" }}{{ $one.Content }}{{ if not $last }}@after_reply@{{ end }}\
 {{ end }}{{ end }}"""
 MARKS = ["first mark", "second mark", "third mark"]
-# The pieces are checked on a conversation of these texts.
+# The pieces of a template are checked on conversations that consist of these texts.
 TEXTS = [
     "{{ .Role }}",
     'one "two"\n\n`three\'',
@@ -58,38 +58,44 @@ TEXTS = [
 
 
 class TemplatePieces(NamedTuple):
-    """The text that a chat template writes around the texts of a conversation."""
+    """The pieces of text that a chat template writes around the messages of a conversation."""
 
-    first: str  # before a conversation that begins with the user
+    first: str  # before the first message, if there is no system prompt
     system: str
     after_system: str
     user: str
-    reply: str  # between user and assistant, in a conversation that continues
+    reply: str  # between a user message and an assistant message that has already been written
     after_reply: str
-    prompt: str  # between the last user message and the answer to write
+    prompt: str  # between the last user message and the answer that the model will write
 
 
-def template_pieces(tokenizer: Any) -> TemplatePieces | None:
-    """The pieces of a chat template; None if joining them does not give what it renders."""
+def extract_checked_pieces(tokenizer: Any) -> TemplatePieces | None:
+    """
+    The pieces of a chat template.
+
+    Returns None if joining the pieces does not give the same text as rendering the template.
+    """
     try:
-        pieces = find_pieces(tokenizer)
+        pieces = extract_pieces(tokenizer)
         for num_texts in (1, 3, 5):
             texts = TEXTS[:num_texts]
             for system in (None, TEXTS[1]):
-                rendered = render_texts(tokenizer, texts, system)
-                if join_pieces(pieces, texts, system) != rendered:
+                rendered = render_conversation(tokenizer, texts, system)
+                if render_with_pieces(pieces, texts, system) != rendered:
                     return None
-    except ValueError:  # the template refuses a conversation, such as one with a system message
+    except (
+        ValueError
+    ):  # the template may not allow a conversation, such as one with a system prompt
         return None
     return pieces
 
 
-def find_pieces(tokenizer: Any) -> TemplatePieces:
-    """The pieces of a chat template, found by rendering conversations whose texts are marks."""
-    first, prompt = split_at_marks(tokenizer, MARKS[:1])
-    _, reply, between_turns, _ = split_at_marks(tokenizer, MARKS)
-    system, after_system, _ = split_at_marks(tokenizer, MARKS[:1], "system mark")
-    end_of_reply_text = split_at_marks(tokenizer, MARKS[:2], opened=False)[-1]
+def extract_pieces(tokenizer: Any) -> TemplatePieces:
+    """The pieces of a chat template, found by rendering conversations of marker texts."""
+    first, prompt = render_and_split_at_marks(tokenizer, MARKS[:1])
+    _, reply, between_turns, _ = render_and_split_at_marks(tokenizer, MARKS)
+    system, after_system, _ = render_and_split_at_marks(tokenizer, MARKS[:1], "system mark")
+    end_of_reply_text = render_and_split_at_marks(tokenizer, MARKS[:2], opened=False)[-1]
 
     user = between_turns.removeprefix(end_of_reply_text)
     if not (first.endswith(user) and after_system.endswith(user)):
@@ -105,13 +111,13 @@ def find_pieces(tokenizer: Any) -> TemplatePieces:
     )
 
 
-def render_texts(
+def render_conversation(
     tokenizer: Any, texts: Sequence[str], system: str | None = None, opened: bool = True
 ) -> str:
     """
-    The chat template's rendering of texts, which the user and the assistant write in turn.
+    The chat template's rendering of texts by the user and the assistant, in alternation.
 
-    The beginning-of-text token is left out if llama.cpp will add it.
+    If llama.cpp will add a beginning-of-text token, that token is omitted here.
     """
     roles = ("user", "assistant")
     turns = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
@@ -122,11 +128,15 @@ def render_texts(
     return text
 
 
-def split_at_marks(
+def render_and_split_at_marks(
     tokenizer: Any, marks: list[str], system: str | None = None, opened: bool = True
 ) -> list[str]:
-    """The rendered text before each mark and after the last one. A system mark comes first."""
-    rest = render_texts(tokenizer, marks, system, opened)
+    """
+    The pieces of rendered text before each marker and after the last marker.
+
+    If there is a marker for the system prompt, this marker comes first.
+    """
+    rest = render_conversation(tokenizer, marks, system, opened)
     if system:
         marks = [system, *marks]
     pieces = []
@@ -136,8 +146,8 @@ def split_at_marks(
     return [*pieces, rest]
 
 
-def join_pieces(pieces: TemplatePieces, texts: Sequence[str], system: str | None) -> str:
-    """The text that `GO_TEMPLATE` renders with these pieces."""
+def render_with_pieces(pieces: TemplatePieces, texts: Sequence[str], system: str | None) -> str:
+    """The text that `GO_TEMPLATE` with the given pieces renders for a conversation."""
     text = pieces.first
     if system is not None:
         text = pieces.system + system + pieces.after_system
@@ -149,33 +159,33 @@ def join_pieces(pieces: TemplatePieces, texts: Sequence[str], system: str | None
 # ---- the syntax of a Modelfile
 
 
-def escape_for_go(text: str) -> str:
+def escape_for_go_template(text: str) -> str:
     """
-    Escapes a text for a Go template that is in triple quotes in a Modelfile.
+    The text, escaped for a Go template in triple quotes in a Modelfile.
 
-    Go codes replace three kinds of characters: those that begin an action, those that end the
-    quotes, and those that Ollama would drop as unprintable.
+    Go actions replace the characters that begin an action, the characters that end the triple
+    quotes, and the characters that Ollama would drop as unprintable.
     """
     special = set()
     for character in text:
         is_dropped = character > "\uffff" or not (character.isprintable() or character == "\n")
         if character == "{" or is_dropped:
             special.add(character)
-    codes = {ord(character): go_code(character) for character in special}
-    return text.translate(codes).replace('"""', go_code('"') * 3)
+    codes = {ord(character): go_print_action(character) for character in special}
+    return text.translate(codes).replace('"""', go_print_action('"') * 3)
 
 
-def go_code(character: str) -> str:
-    """A Go action that prints a character."""
+def go_print_action(character: str) -> str:
+    """A Go template action that prints the given character."""
     return f'{{{{ "\\U{ord(character):08x}" }}}}'
 
 
-def quote_messages(shots: list[dict[str, Any]]) -> str:
+def format_modelfile_messages(shots: list[dict[str, Any]]) -> str:
     """
-    Messages as lines of a Modelfile; "" if Ollama would change the messages.
+    The messages as lines of a Modelfile, or "" if Ollama would change the messages.
 
-    Ollama joins consecutive messages with the same role, ends a text at triple quotes at the end of
-    a line, and drops characters that it considers unprintable.
+    Ollama joins consecutive messages with the same role, ends a message at triple quotes at the end
+    of a line, and drops characters that it considers unprintable.
     """
     turns = [(message["role"], message.get("tool_calls")) for message in shots]
     num_pairs = len(shots) // 2
@@ -199,23 +209,24 @@ def write_modelfile(
     shots: list[dict[str, Any]],
 ) -> str:
     """
-    Writes a Modelfile beside the folder's GGUF file.
+    Writes a Modelfile into the folder that contains the GGUF file.
 
-    end_ids: ids that end an answer.
-    trained: a run's settings, whose limits become Ollama's; None without a run.
-    shots: the messages that every conversation begins with.
+    end_ids: the token ids that end an answer.
+    trained: the settings of the run, whose length limit and stop texts Ollama will use; None if
+        there is no run.
+    shots: the messages with which every conversation begins.
 
-    Returns a note for the user about the messages, and about a missing template.
+    Returns a note for the user about the messages, and about the template if it is missing.
     """
     (file,) = folder.glob("*.gguf")
     lines = MODELFILE.format(file=file.name)
 
-    reply_end = end_of_reply_id(tokenizer)
+    reply_end = find_end_of_reply_id(tokenizer)
     stop_ids = [*end_ids] if reply_end is None else [*end_ids, reply_end]
     stops = [tokenizer.decode([number]) for number in dict.fromkeys(stop_ids)]
     if trained:
         stops += trained.sampling.stop
-        if trained.objective.loss_type != "sft":  # SFT's replies may be longer
+        if trained.objective.loss_type != "sft":  # after SFT, replies may be longer than this limit
             lines += f"PARAMETER num_predict {trained.sampling.max_tokens}\n"
     for text in stops:
         marks = '"""' if '"' in text else '"'
@@ -223,30 +234,30 @@ def write_modelfile(
 
     note = ""
     if shots:
-        messages = quote_messages(shots)
+        messages = format_modelfile_messages(shots)
         if messages:
             lines += SHOTS + messages
             note = f" that sends {len(shots)} messages first"
         else:
-            note = " without MESSAGE: Ollama would change them"
+            note = " without MESSAGE lines, because Ollama would change the messages"
 
-    pieces = template_pieces(tokenizer)
+    pieces = extract_checked_pieces(tokenizer)
     if pieces:
-        template = fill_template(pieces)
+        template = fill_go_template(pieces)
         lines += f'TEMPLATE """{template}"""\n'
     else:
         note += (
-            " without TEMPLATE, as the chat template is irregular: "
-            "Ollama may join texts without roles"
+            " without TEMPLATE, because the chat template is irregular, so Ollama may join "
+            "messages without their roles"
         )
     (folder / "Modelfile").write_text(lines, encoding="utf-8")
     return note
 
 
-def fill_template(pieces: TemplatePieces) -> str:
-    """`GO_TEMPLATE` with these pieces in it."""
+def fill_go_template(pieces: TemplatePieces) -> str:
+    """`GO_TEMPLATE`, with its placeholders replaced by the given pieces."""
 
-    def replace(match: re.Match[str]) -> str:
-        return escape_for_go(getattr(pieces, match[1]))
+    def escaped_piece(placeholder: re.Match[str]) -> str:
+        return escape_for_go_template(getattr(pieces, placeholder[1]))
 
-    return re.sub("@(.*?)@", replace, GO_TEMPLATE)
+    return re.sub("@(.*?)@", escaped_piece, GO_TEMPLATE)

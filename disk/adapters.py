@@ -1,5 +1,5 @@
 """
-Adapters on disk, in the layout of mlx_lm, which runs use, or of PEFT, for transformers and vLLM.
+Reads and writes adapters in two layouts: mlx_lm's, for runs, and PEFT's, for transformers and vLLM.
 
     mlx_lm   adapters.safetensors: NAME.lora_a (C, R) and NAME.lora_b (R, O)
              adapter_config.json: rank and scale
@@ -7,10 +7,10 @@ Adapters on disk, in the layout of mlx_lm, which runs use, or of PEFT, for trans
              and .lora_B.weight (O, R)
              adapter_config.json: r and lora_alpha = scale * rank
 
-This file reads both layouts, and writes an adapter of either in PEFT's layout without loss: tensors
-are transposed, never rounded. NAME is a projection's Hugging Face name, such as
-"model.layers.0.self_attn.q_proj"; for Qwen3.5, mlx_lm writes "language_model." before it. This file
-does not cover adapters inside a model, or how a run saves its adapter (lora.py).
+This file reads both layouts, and converts an adapter to the PEFT layout without loss: tensors are
+transposed but never rounded. NAME is the Hugging Face name of a projection, such as
+"model.layers.0.self_attn.q_proj"; for Qwen3.5, mlx_lm adds the prefix "language_model.". The code
+for adapters inside a model, and for saving the adapter of a run, is in lora.py.
 
 Axes: C input width, O output width, R rank.
 """
@@ -23,19 +23,20 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from disk import hub
-from flags import names_path
+from disk.files import load_json_object, load_safetensors
+from flags import add_path_to_os_errors
 
 CONFIG = "adapter_config.json"
 MLX_LM_TENSORS = "adapters.safetensors"
 PEFT_TENSORS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-LEAST_SCALE = 1e-6
-MOST_SCALE = 1e4
-# A (C, R) and B (R, O) of each projection, by Hugging Face name.
+MIN_SCALE = 1e-6
+MAX_SCALE = 1e4
+# The matrices A (C, R) and B (R, O) of each projection, by Hugging Face name.
 Pairs = dict[str, tuple[mx.array, mx.array]]
 
-# PEFT options that can change more than the product x A B, and their supported values. Null is
-# always supported.
+# PEFT options that may change the computation x A B, each with the values that are supported. Null
+# is always supported.
 PEFT_OPTIONS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False,),
@@ -54,95 +55,104 @@ PEFT_OPTIONS: dict[str, tuple[Any, ...]] = {
     "kasa_config": (),
     "monteclora_config": (),
     "bias": ("none",),
-    # Other initializations subtract A B from the base's weights.
+    # Other initializations change the weights of the base model by subtracting A B.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 
 
-class Adapter(NamedTuple):
-    """A "lora" adapter: y = x W^T + scale * x A B."""
+class LoraAdapter(NamedTuple):
+    """A "lora" adapter, which changes a projection to y = x W^T + scale * x A B."""
 
-    base: str | None  # the model it was trained on, as its configuration names it
+    base: str | None  # the name of the model that the adapter was trained on, if it is known
     scale: float
     pairs: Pairs
 
 
-# ---- finding
+# ---- adapter directories and base models
 
 
-def find_adapter(path: str | Path) -> Path:
+def find_adapter_directory(path: str | Path) -> Path:
     """
-    Find the adapter directory at `path`, or in the run or checkpoint there.
+    Find the directory of an adapter.
 
-    Raises ValueError if there is none.
+    path: the directory of the adapter itself, of a run or of a checkpoint.
+
+    Raises ValueError if there is no adapter.
     """
     for directory in (Path(path), Path(path) / "adapter"):
         if (directory / CONFIG).is_file():
             return directory
     raise ValueError(
-        f"--adapter {path}: no {CONFIG} there; give a run or the directory of an adapter"
+        f"--adapter {path} contains no {CONFIG}; give the directory of a run or of an adapter"
     )
 
 
-def base_model_of(path: str | Path) -> str:
-    """The base model that an adapter's configuration names. Raises ValueError if it names none."""
-    _, config = _open_adapter(path)
+def base_model_of_adapter(path: str | Path) -> str:
+    """
+    Return the name of the base model that the configuration of an adapter contains.
+
+    Raises ValueError if the configuration contains no base model.
+    """
+    _, config = _find_and_read_adapter_config(path)
     name = _base_model_name(config)
     if name is None:
         raise ValueError(
-            f"--adapter {path} does not name the model it was trained on; give it with --model"
+            f"--adapter {path} does not name the model that it was trained on; "
+            "give the name of that model with --model"
         )
     return name
 
 
-def other_base(path: str | Path, model: str | Path) -> str:
+def find_base_if_different(path: str | Path, model: str | Path) -> str:
     """
-    The base that an adapter names, if it is not `model`; else "".
+    Return the base model of an adapter if it is not `model`.
 
-    It is also "" if the adapter names no base.
+    Returns "" if the base model is `model`, or if the adapter does not name its base model.
     """
-    _, config = _open_adapter(path)
+    _, config = _find_and_read_adapter_config(path)
     base = _base_model_name(config)
     name = str(model)
-    if base is None or _plain_name(base) == _plain_name(name):
+    if base is None or _name_without_owner_or_revision(base) == _name_without_owner_or_revision(
+        name
+    ):
         return ""
-    base_place = Path(hub.BUNDLED.get(base, base))
-    place = Path(hub.BUNDLED.get(name, name))
-    is_same_place = base_place.exists() and place.exists() and base_place.samefile(place)
-    return "" if is_same_place else base
+    base_path = Path(hub.BUNDLED.get(base, base))
+    path_of_model = Path(hub.BUNDLED.get(name, name))
+    both_exist = base_path.exists() and path_of_model.exists()
+    return "" if both_exist and base_path.samefile(path_of_model) else base
 
 
-def _plain_name(model: str) -> str:
-    """A model's name without owner, folder and revision: equal for a local copy and on the hub."""
+def _name_without_owner_or_revision(model: str) -> str:
+    """The name of a model in lower case, which is the same for a hub model and a local copy."""
     return Path(model.partition("@")[0]).name.lower()
 
 
-def is_full_weights(path: str | Path) -> bool:
+def is_full_weight_adapter(path: str | Path) -> bool:
     """
-    Whether an adapter is "full", that is, consists of all weights of its model.
+    Whether an adapter is of the type "full", which means that it contains all weights of a model.
 
-    Raises ValueError if the adapter is neither "full" nor "lora".
+    Raises ValueError if the type is neither "full" nor "lora".
     """
-    _, config = _open_adapter(path)
+    _, config = _find_and_read_adapter_config(path)
     return config.get("fine_tune_type") == "full"
 
 
 # ---- reading
 
 
-def _open_adapter(path: str | Path) -> tuple[Path, dict[str, Any]]:
+def _find_and_read_adapter_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """
-    An adapter's directory and configuration.
+    Return the directory and the configuration of an adapter.
 
-    A configuration has a `peft_type` in PEFT's layout only.
+    The configuration has the key `peft_type` only in the PEFT layout.
     """
-    directory = find_adapter(path)
-    config = hub.load_object(directory / CONFIG)
+    directory = find_adapter_directory(path)
+    config = load_json_object(directory / CONFIG)
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "full"):
         raise ValueError(
-            f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, "
-            "only lora and full"
+            f"--adapter {directory} has fine_tune_type {kind!r:.60}; "
+            "only lora and full are supported"
         )
     return directory, config
 
@@ -153,46 +163,48 @@ def _base_model_name(config: dict[str, Any]) -> str | None:
 
 
 def _load_tensors(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]:
-    """The tensors of an adapter, by stored name. Raises ValueError if there are none."""
+    """Load the tensors of an adapter by name. Raises ValueError if the file has no tensors."""
     path = directory / (PEFT_TENSORS if "peft_type" in config else MLX_LM_TENSORS)
-    tensors = hub.load_tensors(path)
+    tensors = load_safetensors(path)
     if not tensors:
-        raise ValueError(f"--adapter {directory}: {path.name} holds no tensors")
+        raise ValueError(f"--adapter {directory}: {path.name} contains no tensors")
     return tensors
 
 
-def read_adapter(path: str | Path) -> Adapter:
+def read_lora_adapter(path: str | Path) -> LoraAdapter:
     """
-    Read a "lora" adapter in either layout.
+    Read a "lora" adapter in the layout of mlx_lm or PEFT.
 
-    path: as for `find_adapter`.
+    path: the directory of the adapter, of a run or of a checkpoint.
 
-    Raises ValueError, which says what is wrong, if there is none or it is damaged.
+    Raises ValueError if the adapter is missing, damaged or of the type "full".
     """
-    directory, config = _open_adapter(path)
-    if is_full_weights(directory):
+    directory, config = _find_and_read_adapter_config(path)
+    if is_full_weight_adapter(directory):
         raise ValueError(
-            f"--adapter {directory} holds a whole model; write it with export.py --fuse for --model"
+            f"--adapter {directory} contains all weights of a model; "
+            "write the model with export.py --fuse, and use it as --model"
         )
-    rank, scale = _rank_and_scale(config, f"--adapter {directory}: {CONFIG}")
-    matrices = _load_matrices(directory, config)
+    rank, scale = _read_rank_and_scale(config, f"--adapter {directory}: {CONFIG}")
+    matrices = _load_lora_matrices(directory, config)
     pairs: Pairs = {}
     for name in sorted({name for name, _ in matrices}):
         low = matrices.get((name, "a"), mx.array(0))
         high = matrices.get((name, "b"), mx.array(0))
         if low.ndim != 2 or high.ndim != 2 or not low.shape[1] == high.shape[0] == rank:
             raise ValueError(
-                f"--adapter {directory}: {name} has no two matrices of {CONFIG}'s rank {rank}"
+                f"--adapter {directory}: {name} does not have two matrices of rank {rank}, "
+                f"the rank in {CONFIG}"
             )
         is_finite = mx.isfinite(low).all() & mx.isfinite(high).all()
         if not is_finite.item():
             raise ValueError(f"--adapter {directory}: {name} has values that are not finite")
         pairs[name] = (low, high)
-    return Adapter(_base_model_name(config), scale, pairs)
+    return LoraAdapter(_base_model_name(config), scale, pairs)
 
 
-def _load_matrices(directory: Path, config: dict[str, Any]) -> dict[tuple[str, str], mx.array]:
-    """The matrices of an adapter in mlx_lm's orientation, by projection and "a" or "b"."""
+def _load_lora_matrices(directory: Path, config: dict[str, Any]) -> dict[tuple[str, str], mx.array]:
+    """Load the matrices of an adapter, as mlx_lm orients them, by projection and "a" or "b"."""
     is_peft = "peft_type" in config
     endings = {"A.weight": "a", "B.weight": "b"} if is_peft else {"a": "a", "b": "b"}
     matrices = {}
@@ -200,19 +212,24 @@ def _load_matrices(directory: Path, config: dict[str, Any]) -> dict[tuple[str, s
         name, _, ending = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
         if ending not in endings:
             raise ValueError(
-                f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection"
+                f"--adapter {directory}: the tensor {key} is neither the lora_a nor the lora_b "
+                "of a projection"
             )
         if is_peft:
             array = mx.contiguous(array.T)
-        matrices[hub.plain_name(name), endings[ending]] = array
+        matrices[hub.standard_tensor_name(name), endings[ending]] = array
     return matrices
 
 
-def _rank_and_scale(config: dict[str, Any], prefix: str) -> tuple[int, float]:
-    """The rank and scale in a configuration. `prefix` begins the message of a ValueError."""
+def _read_rank_and_scale(config: dict[str, Any], prefix: str) -> tuple[int, float]:
+    """
+    Return the rank and the scale in the configuration of an adapter.
+
+    Raises ValueError if one is missing or wrong. The error message begins with `prefix`.
+    """
     is_peft = "peft_type" in config
     if is_peft:
-        _refuse_peft_options(config, prefix)
+        _refuse_unsupported_peft_options(config, prefix)
     try:
         if is_peft:
             rank = config["r"]
@@ -221,58 +238,62 @@ def _rank_and_scale(config: dict[str, Any], prefix: str) -> tuple[int, float]:
         else:
             rank = config["lora_parameters"]["rank"]
             scale = config["lora_parameters"]["scale"]
-        if type(rank) is int and LEAST_SCALE <= scale <= MOST_SCALE:
+        if type(rank) is int and MIN_SCALE <= scale <= MAX_SCALE:
             return rank, float(scale)
     except (LookupError, TypeError, ValueError, ArithmeticError):
-        pass  # reported below
+        pass  # the error is raised below
     keys = ("r", "lora_alpha") if is_peft else ("lora_parameters",)
     values = {key: config.get(key) for key in keys}
     raise ValueError(
-        f"{prefix} has {values!r:.120}; they must make a whole rank, and a scale from 1e-6 to 1e4"
+        f"{prefix} has {values!r:.120}; the rank must be a whole number, and the scale must be "
+        "from 1e-6 to 1e4"
     )
 
 
-def _refuse_peft_options(config: dict[str, Any], prefix: str) -> None:
-    """Raise ValueError for a PEFT option that is not supported."""
+def _refuse_unsupported_peft_options(config: dict[str, Any], prefix: str) -> None:
+    """Raise ValueError if the configuration has a PEFT option that is not supported."""
     for key, supported in PEFT_OPTIONS.items():
         value = config.get(key)
         if value is not None and value not in supported:
             raise ValueError(
                 f"{prefix} has {key} {value!r:.60}, which is not supported; "
-                "merge it with PEFT first"
+                "merge the adapter into its model with PEFT first"
             )
 
 
-def load_fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
+def read_matching_adapter(weights: dict[str, mx.array], path: str | Path) -> LoraAdapter:
     """
-    Load the adapter at `path`.
+    Read the "lora" adapter at `path`, and check that it fits the weights of a model.
 
-    Raises ValueError if a projection's name or shape does not match these weights.
+    Raises ValueError if the weights lack a projection of the adapter, or if its shape is different.
     """
-    adapter = read_adapter(path)
+    adapter = read_lora_adapter(path)
     for name, (low, high) in adapter.pairs.items():
         base = weights.get(f"{name}.weight")
         if base is None:
             raise ValueError(f"--adapter {path}: {name} is not a projection of this model")
         if (high.shape[1], low.shape[0]) != base.shape:
             raise ValueError(
-                f"--adapter {path}: {name} does not fit a weight of shape {base.shape}"
+                f"--adapter {path}: the matrices of {name} do not fit the model's weight, which "
+                f"has the shape {base.shape}"
             )
     return adapter
 
 
-def merge_weights(
+def merge_adapter_into_weights(
     weights: dict[str, mx.array], path: str | Path, family: hub.Family
 ) -> dict[str, mx.array]:
     """
-    Merge the adapter at `path` into Hugging Face weights: W + scale * (A B)^T in float32.
+    Return weights into which an adapter is merged: W + scale * (A B)^T, computed in float32.
 
     A "full" adapter replaces the weights instead. Raises ValueError if the adapter does not fit.
+
+    weights: by Hugging Face name.
     """
-    directory, config = _open_adapter(path)
-    if is_full_weights(directory):
-        return _replace_weights(weights, directory, config, family)
-    adapter = load_fitting(weights, directory)
+    directory, config = _find_and_read_adapter_config(path)
+    if is_full_weight_adapter(directory):
+        return _replace_by_full_adapter(weights, directory, config, family)
+    adapter = read_matching_adapter(weights, directory)
     merged = dict(weights)
     for name, (low, high) in adapter.pairs.items():
         base = merged[f"{name}.weight"]
@@ -281,16 +302,16 @@ def merge_weights(
     return merged
 
 
-def _replace_weights(
+def _replace_by_full_adapter(
     weights: dict[str, mx.array], directory: Path, config: dict[str, Any], family: hub.Family
 ) -> dict[str, mx.array]:
-    """The weights, replaced by those of a "full" adapter, which take on the dtypes of the old."""
-    trained, _ = hub.from_stored_names(_load_tensors(directory, config), family)
+    """Return the weights, with the tensors of a "full" adapter in place of the original tensors."""
+    trained, _ = hub.rename_from_stored_names(_load_tensors(directory, config), family)
     replaced = dict(weights)
     for name, array in trained.items():
         if name not in weights or array.shape != weights[name].shape:
             raise ValueError(
-                f"--adapter {directory}: {name} {array.shape} is not a tensor of this model"
+                f"--adapter {directory}: the model has no tensor {name} of shape {array.shape}"
             )
         replaced[name] = array.astype(weights[name].dtype)
     return replaced
@@ -299,8 +320,8 @@ def _replace_weights(
 # ---- writing
 
 
-def write_peft(adapter: Adapter, directory: Path) -> None:
-    """Write a "lora" adapter to a new directory in PEFT's layout. All its ranks must be equal."""
+def write_peft_adapter(adapter: LoraAdapter, directory: Path) -> None:
+    """Write a "lora" adapter to a new directory in the PEFT layout. All ranks must be equal."""
     (rank,) = {low.shape[1] for low, _ in adapter.pairs.values()}
     tensors = {}
     for name, (low, high) in sorted(adapter.pairs.items()):
@@ -320,19 +341,19 @@ def write_peft(adapter: Adapter, directory: Path) -> None:
     }
     directory.mkdir(parents=True)
     mx.save_safetensors(str(directory / PEFT_TENSORS), tensors, metadata={"format": "pt"})
-    with names_path(directory / CONFIG):
+    with add_path_to_os_errors(directory / CONFIG):
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def fuse_adapter_weights(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
     """
-    An adapter's tensors by the names of this model's fused parameters.
+    Return the tensors of an adapter by the names of Gwen's fused parameters.
 
-    An example of a name is "layers.0.self_attn.qkv_proj.lora_a". This reverses
-    `lora.adapter_weights`: for each fused projection, the B matrices of its parts are joined, and
-    the A matrix, which all parts have in common, is taken from the first part.
+    An example of such a name is "layers.0.self_attn.qkv_proj.lora_a". This function reverses
+    `lora.mlx_lm_adapter_weights`: for each fused projection, it joins the B matrices of the parts.
+    The parts have the same A matrix, so the A matrix of the first part is used.
     """
-    adapter = {hub.plain_name(name): array for name, array in adapter.items()}
+    adapter = {hub.standard_tensor_name(name): array for name, array in adapter.items()}
     transposed_b = {name: array.T for name, array in adapter.items() if name.endswith("lora_b")}
     fused_b = hub.fuse_weights(transposed_b)
     out = {name: mx.contiguous(array.T) for name, array in fused_b.items()}

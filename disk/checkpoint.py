@@ -1,15 +1,15 @@
 """
-Checkpoints: the adapter, and all that a run needs to resume as if it had not been interrupted.
+Saves and loads checkpoints, from which a run resumes as if it had not been interrupted.
 
-    checkpoints/step-000050/adapter/           mlx_lm's layout; also the float32 masters
-    checkpoints/step-000050/state.safetensors  the optimizer; for full fine-tuning also the masters
+    checkpoints/step-000050/adapter/           the adapter in the mlx_lm layout, in float32
+    checkpoints/step-000050/state.safetensors  the optimizer; for full fine-tuning also the weights
     checkpoints/step-000050/state.json         the step, small values, digests of model and data,
-                                               a checksum of everything
+                                               a checksum of all files
 
-A checkpoint directory appears atomically: it is written under a temporary name and renamed. If its
-checksum does not match, the checkpoint before it is loaded instead. A checkpoint holds neither
-random state nor data order, since both are functions of the seed and the step. It holds no logs
-either: a resume cuts them back to its step (reporting/journal.py).
+A checkpoint directory is written under a temporary name and then renamed, so that it never appears
+incomplete. If the checksum does not match, the previous checkpoint is loaded instead. A checkpoint
+contains no random state and no data order, because both follow from the seed and the step. Logs are
+not saved either; reporting/journal.py shortens the logs to the step at which a run resumes.
 """
 
 import filecmp
@@ -27,25 +27,28 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from disk import adapters, hub, places
-from disk.run_files import check_still_owned, is_owned, load_settings
-from flags import names_path
+from disk import adapters, places
+from disk.files import first_line_of_error, load_safetensors
+from disk.run_files import is_locked_by_a_process, load_settings, refuse_replaced_run_dir
+from flags import add_path_to_os_errors
 from machine import memory
+from text.commands import command_prefix
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
-FILES = ("adapter/adapter_config.json", *TENSORS)  # a checkpoint's files besides state.json
+FILES = ("adapter/adapter_config.json", *TENSORS)  # the files of a checkpoint besides state.json
 BEST = "adapter-best"
-KEPT = 3  # how many of the newest checkpoints are kept
-DIGITS = 16  # the length of a digest
+MAX_CHECKPOINTS = 3  # older checkpoints are removed
+DIGITS = 16  # the number of hexadecimal digits in a digest
 
 
 class State(NamedTuple):
-    """A run's state between two steps."""
+    """The state of a run between two steps."""
 
     step: int
     trainable: dict[str, mx.array]  # float32 masters by parameter name
-    optimizer: dict[str, mx.array]  # the optimizer's state, flattened
-    # Small JSON values: loss scale, sizes reduced to fit memory, settings, digests of sources.
+    optimizer: dict[str, mx.array]  # the state of the optimizer, by flattened name
+
+    # JSON values: the loss scale, sizes that were reduced to fit memory, settings, and digests.
     extra: dict[str, Any]
 
 
@@ -54,92 +57,99 @@ class State(NamedTuple):
 
 def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool]) -> None:
     """
-    Write `checkpoints/step-000050` and remove all but the newest KEPT.
+    Write the checkpoint of a step, and remove all but the newest MAX_CHECKPOINTS checkpoints.
 
-    write_adapter: writes the trained weights to a directory; returns whether they are adapters.
+    write_adapter: a function that writes the trained weights to a directory, and returns whether
+        they are adapters.
 
-    Raises OSError if the files cannot be written; earlier checkpoints stay intact then.
+    Raises OSError if the files cannot be written; earlier checkpoints stay intact.
     """
-    check_still_owned(Path(run_dir))
+    refuse_replaced_run_dir(Path(run_dir))
     target = checkpoint_path(run_dir, state.step)
     scratch = target.with_name(f".{target.name}.partial")
     replaced = target.with_name(f"{target.name}.replaced")
-    _remove(scratch)
+    _remove_file_or_directory(scratch)
     scratch.mkdir(parents=True)
     try:
-        _write(scratch, Path(run_dir), state, write_adapter)
-        check_still_owned(Path(run_dir))
-        if target.exists():  # saving a step again: keep the old one until the new one is in place
-            _remove(replaced)
+        _write_checkpoint_files(scratch, Path(run_dir), state, write_adapter)
+        refuse_replaced_run_dir(Path(run_dir))
+        if target.exists():  # An old checkpoint of the step is kept until the new one is in place.
+            _remove_file_or_directory(replaced)
             os.replace(target, replaced)
         os.replace(scratch, target)
     except BaseException:
-        _remove(scratch)
+        _remove_file_or_directory(scratch)
         raise
-    _remove(replaced)
-    for old in saved_checkpoints(run_dir)[:-KEPT]:
-        _remove(old)
+    _remove_file_or_directory(replaced)
+    for old in list_checkpoints(run_dir)[:-MAX_CHECKPOINTS]:
+        _remove_file_or_directory(old)
 
 
-def _write(
+def _write_checkpoint_files(
     directory: Path, run_dir: Path, state: State, write_adapter: Callable[[Path], bool]
 ) -> None:
-    """Write a checkpoint's files to a directory. The run's logs are on disk before state.json."""
+    """Write the files of a checkpoint to a directory, after forcing the logs of the run to disk."""
     is_adapter = write_adapter(directory / "adapter")
     arrays = {f"optimizer/{name}": array for name, array in state.optimizer.items()}
-    if not is_adapter:  # a "full" adapter is stored in the model's dtype, perhaps of 16 bits
+    if (
+        not is_adapter
+    ):  # The adapter directory may hold 16-bit weights, so save float32 weights too.
         arrays |= {f"trainable/{name}": array for name, array in state.trainable.items()}
     save_tensors(directory / "state.safetensors", arrays)
     for log in run_dir.glob("*.jsonl"):
-        _sync(log)
+        _force_to_disk(log)
 
-    # Converted to JSON and back, so that the checksum covers the values as they will be read.
+    # The record is converted to JSON and back, so that its checksum is the same after loading.
     text = json.dumps({"step": state.step, "extra": state.extra}, allow_nan=False)
     record = json.loads(text)
     write_synced_json(directory / "state.json", {"sha256": _checksum(record, directory)} | record)
 
 
 def save_tensors(path: Path, arrays: dict[str, mx.array]) -> None:
-    """Write a safetensors file and force it to disk. Raises OSError if it cannot be written."""
+    """Write a safetensors file and force it to disk. Raises OSError if writing fails."""
     by_name = dict(sorted(arrays.items()))
     try:
-        memory.write_on_cpu(mx.save_safetensors, str(path), by_name, metadata={"format": "mlx"})
+        memory.write_on_cpu_despite_gpu_errors(
+            mx.save_safetensors, str(path), by_name, metadata={"format": "mlx"}
+        )
     except RuntimeError as error:
-        if memory.should_try_smaller(error):
+        if memory.should_retry_with_less_work(error):
             raise
         raise OSError(f"{path} cannot be written: {error}") from error
-    _sync(path)
+    _force_to_disk(path)
 
 
 def write_synced_json(path: Path, record: dict[str, Any]) -> None:
     """Write a JSON file and force it to disk."""
-    with names_path(path):
+    with add_path_to_os_errors(path):
         path.write_text(json.dumps(record, indent=2) + "\n")
-    _sync(path)
+    _force_to_disk(path)
 
 
-def _sync(path: Path) -> None:
-    """Force a file to disk, so that a rename never becomes durable before the file's bytes."""
-    with names_path(path), path.open("rb+") as file:
+def _force_to_disk(path: Path) -> None:
+    """Force the content of a file to disk. A file is forced to disk before it is renamed."""
+    with add_path_to_os_errors(path), path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
-def _remove(path: Path) -> None:
-    """Remove a checkpoint, or whatever else is at its path."""
+def _remove_file_or_directory(path: Path) -> None:
+    """Remove the file or directory at a path, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def publish(run_dir: str | Path, state: State) -> None:
+def copy_adapter_into_run_dir(run_dir: str | Path, state: State) -> None:
     """
-    Copy the checkpoint's adapter to `adapter`, and to `adapter-best` if its step is the best one.
+    Copy the adapter of a saved checkpoint to the directory `adapter` of its run.
 
-    Files that are already identical are skipped, so that a resume works on a full disk. Raises
-    OSError if a file cannot be written; the old file stays then.
+    If the step of the checkpoint is the best so far, the adapter is also copied to `adapter-best`.
+    Identical files are not copied, so that a run can resume on a full disk.
+
+    Raises OSError if a file cannot be written; the old file is not changed.
     """
-    check_still_owned(Path(run_dir))
+    refuse_replaced_run_dir(Path(run_dir))
     source = checkpoint_path(run_dir, state.step) / "adapter"
     names = ["adapter"]
     if state.extra["best_step"] == state.step:
@@ -156,9 +166,9 @@ def _copy_if_different(file: Path, target: Path) -> None:
         return
     scratch = target.with_name(f"{target.name}.partial")
     try:
-        with names_path(target):
+        with add_path_to_os_errors(target):
             shutil.copyfile(file, scratch)
-        _sync(scratch)
+        _force_to_disk(scratch)
         os.replace(scratch, target)
     finally:
         scratch.unlink(missing_ok=True)
@@ -169,47 +179,47 @@ def _copy_if_different(file: Path, target: Path) -> None:
 
 def load(run_dir: str | Path) -> State:
     """
-    Load the newest intact checkpoint, and report newer, damaged ones on stderr.
+    Load the newest intact checkpoint. A line on stderr reports each newer, damaged checkpoint.
 
     Raises ValueError if no checkpoint is intact.
     """
-    _restore_replaced(Path(run_dir))
-    for path in reversed(saved_checkpoints(run_dir)):
+    _finish_interrupted_replacement(Path(run_dir))
+    for path in reversed(list_checkpoints(run_dir)):
         try:
-            return _read(path)
+            return _read_checkpoint(path)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            reason = hub.first_line(error)
+            reason = first_line_of_error(error)
             print(
-                f"checkpoint {path.name} is damaged ({reason}); trying the one before",
+                f"checkpoint {path.name} is damaged ({reason}); trying the checkpoint before it",
                 file=sys.stderr,
             )
     config = shlex.quote(str(Path(run_dir) / "config.yaml"))
     raise ValueError(
-        f"--resume {run_dir}: it has no intact checkpoint; "
-        f"start over with: uv run train.py --config {config}"
+        f"--resume {run_dir}: this run has no intact checkpoint; "
+        f"start over with: {command_prefix()} --config {config}"
     )
 
 
-def _restore_replaced(run_dir: Path) -> None:
-    """Clean up after a process that was killed while it replaced a step's checkpoint."""
+def _finish_interrupted_replacement(run_dir: Path) -> None:
+    """Clean up after a process that was killed while it replaced a checkpoint."""
     for replaced in (run_dir / "checkpoints").glob("*.replaced"):
         target = replaced.with_suffix("")
         if target.exists():
-            _remove(replaced)
+            _remove_file_or_directory(replaced)
         else:
             os.replace(replaced, target)
 
 
-def _read(path: Path) -> State:
+def _read_checkpoint(path: Path) -> State:
     """Read a checkpoint. Raises ValueError or another error if the checkpoint is damaged."""
     record = json.loads((path / "state.json").read_text())
     if record.pop("sha256") != _checksum(record, path):
-        raise ValueError("its checksum does not match")
+        raise ValueError("the checksum does not match")
     step = record["step"]
     if path != checkpoint_path(path.parent.parent, step):
-        raise ValueError(f"it is of step {step}")
+        raise ValueError(f"the files are from step {step}")
 
-    adapter, arrays = (hub.load_tensors(path / name) for name in TENSORS)
+    adapter, arrays = (load_safetensors(path / name) for name in TENSORS)
     groups: dict[str, dict[str, mx.array]] = {"trainable": {}, "optimizer": {}}
     for name, array in arrays.items():
         group, _, key = name.partition("/")
@@ -219,7 +229,7 @@ def _read(path: Path) -> State:
 
 
 def _checksum(record: dict[str, Any], path: Path) -> str:
-    """The SHA-256 of a checkpoint's record and files."""
+    """The SHA-256 of the files of a checkpoint and of the record in its state.json."""
     parts = [json.dumps(record, sort_keys=True, allow_nan=False)]
     for name in FILES:
         with (path / name).open("rb") as file:
@@ -227,74 +237,82 @@ def _checksum(record: dict[str, Any], path: Path) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def check_tensors(state: State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:
+def refuse_different_tensors(
+    state: State, trainable: dict[str, mx.array], dtype: str, run_dir: Path
+) -> None:
     """
-    Check that a checkpoint's tensors and dtype match those of the run that resumes from it.
+    Raise ValueError if the tensors or the dtype of a checkpoint differ from those of a resumed run.
 
-    Raises ValueError if they do not.
+    trainable: the trainable tensors of the run.
+    dtype: the data type in which the run computes.
     """
     saved_shapes = {name: array.shape for name, array in state.trainable.items()}
     shapes = {name: array.shape for name, array in trainable.items()}
     if saved_shapes != shapes:
         raise ValueError(
-            f"--resume {run_dir}: the checkpoint's tensors do not match this configuration"
+            f"--resume {run_dir}: the tensors of the checkpoint do not match the model and the "
+            "settings of this run"
         )
     saved_dtype = state.extra["dtype"]
     if dtype != saved_dtype:
         raise ValueError(
-            f"--resume {run_dir}: it ran in {saved_dtype}, not {dtype}; set GWEN_DTYPE to that"
+            f"--resume {run_dir}: the run used the data type {saved_dtype}, not {dtype}; "
+            f"set GWEN_DTYPE={saved_dtype}"
         )
 
 
-# ---- finding
+# ---- paths of checkpoints and runs
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
-    """The path of a step's checkpoint, whether it exists or not."""
+    """The path of the checkpoint of a step, which may not exist."""
     return Path(run_dir) / "checkpoints" / f"step-{step:06d}"
 
 
-def saved_checkpoints(run_dir: str | Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, intact or not."""
+def list_checkpoints(run_dir: str | Path) -> list[Path]:
+    """List the checkpoints of a run, oldest first. Damaged checkpoints are included."""
     paths = (Path(run_dir) / "checkpoints").glob("step-*")
-    # A killed process may leave other names.
+    # A process that was killed may have left other files in this directory.
     return sorted(path for path in paths if path.name.removeprefix("step-").isdecimal())
 
 
-def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> str:
+def find_newest_unfinished_run(steps: int | None = None, runs: Path = Path("runs")) -> str:
     """
-    Find the newest run that has a checkpoint and steps left, or else the newest finished run.
+    Find the newest run that has a checkpoint and is not finished, or else the newest finished run.
 
-    steps: the value of --steps, if given.
+    steps: the value of --steps, if the flag is given.
 
-    Raises ValueError if no run can go on.
+    Raises ValueError if there is no run to resume.
     """
     configs = [*runs.glob("*/config.yaml"), *runs.glob("*/seed-*/config.yaml")]
     configs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     run_dirs = [path.parent for path in configs]
-    resumable = [run for run in run_dirs if saved_checkpoints(run) and not is_owned(run)]
+    resumable = [
+        run for run in run_dirs if list_checkpoints(run) and not is_locked_by_a_process(run)
+    ]
     if not resumable:
-        raise ValueError(f"--resume: no run in {runs}/ can go on; name the directory of a run")
+        raise ValueError(f"--resume: no run in {runs}/ can be resumed; give the directory of a run")
 
     def is_unfinished(run: Path) -> bool:
-        last_step = int(saved_checkpoints(run)[-1].name.removeprefix("step-"))
+        """Whether the newest checkpoint of a run is before its last step."""
+        last_step = int(list_checkpoints(run)[-1].name.removeprefix("step-"))
         num_steps = steps or load_settings(str(run)).get("steps", 0)
-        # A value that is not a number is reported when the run's settings are checked.
+        # If this value is not a number, the check of the settings reports it later.
         return type(num_steps) is not int or last_step < num_steps
 
     chosen = next(filter(is_unfinished, resumable), resumable[0])
-    print(f"--resume goes on with {chosen}", file=sys.stderr)
+    print(f"--resume continues the run {chosen}", file=sys.stderr)
     return str(chosen)
 
 
-# ---- the settings, data and model of a run
+# ---- changes to the settings, data and model of a run
 
 
-def digest_of(*values: Any) -> str:
+def digest_of_reprs(*values: Any) -> str:
     """
-    The digest of values: the first 16 digits of the SHA-256 of their `repr`s.
+    Return the first 16 digits of the SHA-256 of the `repr` of each value.
 
-    Memory addresses in a `repr` are ignored.
+    Memory addresses in a `repr` do not change the digest.
     """
     digest = hashlib.sha256()
     for value in values:
@@ -303,14 +321,15 @@ def digest_of(*values: Any) -> str:
     return digest.hexdigest()[:DIGITS]
 
 
-def digest_of_model(model: Any) -> str:
+def digest_of_model_weights(model: Any) -> str:
     """
-    The digest of a model's configuration and weights.
+    Return a digest of the configuration and the weights of a model.
 
-    Each tensor contributes its name, shape, dtype and the sum of its values' bits as integers.
+    For each tensor, the digest covers the name, the shape, the dtype, and the sum of all values
+    when their bits are read as integers.
     """
     weights = dict(tree_flatten(model.parameters()))
-    word_types = {4: mx.uint32, 2: mx.uint16}  # by the number of bytes of a value
+    word_types = {4: mx.uint32, 2: mx.uint16}  # by the number of bytes per value
     sums = {}
     for name, array in weights.items():
         words = mx.view(array.reshape(-1), word_types[array.itemsize])
@@ -319,26 +338,28 @@ def digest_of_model(model: Any) -> str:
     rows = [
         (name, array.shape, str(array.dtype), sums[name].item()) for name, array in weights.items()
     ]
-    return digest_of(model.config, sorted(rows))
+    return digest_of_reprs(model.config, sorted(rows))
 
 
-def relocate_state(state: State, moves: places.Moves) -> State:
-    """The state with the new paths of moved files, in its settings and in its digests' names."""
-    settings = places.map_settings(state.extra["settings"], moves.get)
+def copy_with_new_paths(state: State, moves: places.Moves) -> State:
+    """Return a copy of the state in which the paths of moved files are replaced by new paths."""
+    settings = places.replace_paths_in_settings(state.extra["settings"], moves.get)
     sources = {}
     for name, digest in state.extra["sources"].items():
-        sources[places.map_paths(name, moves.get)] = digest
+        sources[places.replace_paths(name, moves.get)] = digest
     return state._replace(extra=state.extra | {"settings": settings, "sources": sources})
 
 
-def check_changes(run_dir: Path, state: State, current: dict[str, Any], are_allowed: bool) -> None:
+def refuse_or_report_changes(
+    run_dir: Path, state: State, current: dict[str, Any], are_allowed: bool
+) -> None:
     """
-    Refuse changes since the checkpoint was saved, or print them if they are allowed.
+    Raise ValueError if something has changed since the checkpoint was saved; print allowed changes.
 
-    current: the settings, and the digests of the model and data, by name.
+    A change from another loss to SFT, or from SFT to another loss, is never allowed.
 
-    Raises ValueError, which names the changes, if they are not allowed. A change from or to SFT is
-    never allowed.
+    current: the present settings, and digests of the model and the data, by name.
+    are_allowed: whether other changes are allowed (--allow-changes).
     """
     settings = state.extra["settings"]
     saved = settings | state.extra["sources"]
@@ -349,7 +370,8 @@ def check_changes(run_dir: Path, state: State, current: dict[str, Any], are_allo
             continue
         if name == "loss_type" and "sft" in (value, saved_value):
             raise ValueError(
-                f"--resume {run_dir}: its loss_type was {saved_value}, not {value}; start a new run"
+                f"--resume {run_dir}: the loss type of this run was {saved_value}, not {value}; "
+                "start a new run"
             )
         if name in settings:
             changes.append(f"{name} ({saved_value!r:.60}, now {value!r:.60})")
@@ -360,7 +382,7 @@ def check_changes(run_dir: Path, state: State, current: dict[str, Any], are_allo
         all_changes = ", ".join(changes)
         raise ValueError(
             f"--resume {run_dir}: {all_changes} changed since step {state.step}; "
-            "--allow-changes, in Python allow_changes=True, goes on all the same"
+            "to resume nevertheless, add --allow-changes (in Python, allow_changes=True)"
         )
     for change in changes:
         print(f"{run_dir}: {change} changed since step {state.step}", file=sys.stderr)

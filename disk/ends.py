@@ -1,11 +1,10 @@
 """
-End tokens: which ids end a completion, and which control tokens are inside one.
+Finds the tokens that end a completion, and the control tokens inside a completion.
 
-A model's files may leave its end tokens out, or name other tokens than those that its chat template
-writes. A completion ends at the end tokens of the configuration and of the tokenizer, and at the
-token with which the template ends a reply. It also ends at the tokenizer's padding token, at
-control tokens in `KNOWN_ENDS`, and at the tokens of `--end-tokens`. This file does not cover texts
-that end a completion (sampler.py).
+The files of a model may name no end tokens, or other end tokens than its chat template uses. So a
+completion ends at each of these tokens: the end tokens in the configuration and the tokenizer, the
+token that the chat template adds after a reply, the padding token, the control tokens in
+`KNOWN_ENDS`, and the tokens of `--end-tokens`. Stop texts are handled in sampler.py.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from typing import Any
 
 from disk.hub import ModelConfig
 
-# The texts that end a generation in llama.cpp.
+# Tokens that end a generation in llama.cpp.
 # Source: https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
 KNOWN_ENDS = {
     "<|endoftext|>",
@@ -29,22 +28,24 @@ KNOWN_ENDS = {
     "<end_of_turn>",
     "<end_of_utterance>",
     "<|end_of_sentence|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, with a full-width bar and a low block
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek uses a full-width bar and a low block
 }
 THOUGHT_TAGS = ("<think>", "</think>")
 
 
-def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The control tokens of a tokenizer, by id. The decoded text of an answer leaves them out."""
+def control_tokens_by_id(tokenizer: Any) -> dict[int, str]:
+    """Return all control tokens of a tokenizer by id. Decoded answers do not contain them."""
     added = tokenizer.added_tokens_decoder
     return {number: token.content for number, token in added.items() if token.special}
 
 
-def find_token_ids(tokenizer: Any, end_tokens: Sequence[str]) -> list[int]:
+def find_end_token_ids(tokenizer: Any, end_tokens: Sequence[str]) -> list[int]:
     """
-    Return the ids of the values of `--end-tokens`, each of which is a token's text or id.
+    Return the ids of the tokens in the value of `--end-tokens`.
 
-    Raises ValueError for a token that is not in the vocabulary.
+    end_tokens: each is the text of a token, or an id in decimal digits.
+
+    Raises ValueError if a token is not in the vocabulary.
     """
     vocabulary = tokenizer.get_vocab()
     valid_ids = set(vocabulary.values())
@@ -55,74 +56,82 @@ def find_token_ids(tokenizer: Any, end_tokens: Sequence[str]) -> list[int]:
         elif token.isdecimal() and int(token) in valid_ids:
             ids.append(int(token))
         else:
-            similar = difflib.get_close_matches(token, special_tokens(tokenizer).values(), n=1)
+            similar = difflib.get_close_matches(
+                token, control_tokens_by_id(tokenizer).values(), n=1
+            )
             hint = f", did you mean {similar[0]!r}?" if similar else ""
             raise ValueError(
-                f"--end-tokens {token!r:.60}: the vocabulary has no such token or id{hint}"
+                f"--end-tokens {token!r:.60} is not a token or an id in the vocabulary{hint}"
             )
     return ids
 
 
-def end_of_reply_id(tokenizer: Any) -> int | None:
+def find_end_of_reply_id(tokenizer: Any) -> int | None:
     """
-    The id of the token with which the chat template ends a reply.
+    Return the id of the token that the chat template adds after a reply.
 
-    It is None if there is no template, or if the template writes no token after a reply.
+    Returns None if there is no template, or if the template adds no token after a reply.
     """
     if not tokenizer.chat_template:
         return None
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False)
-    except Exception:  # a template may raise anything; rendering a prompt reports it
+    except Exception:  # An error in the template is reported when a prompt is rendered.
         return None
     ids = tokenizer.encode(text.rpartition("two")[2], add_special_tokens=False)
     return next((number for number in ids if number in tokenizer.added_tokens_decoder), None)
 
 
-def with_end_tokens(
+def copy_with_end_tokens(
     config: ModelConfig, tokenizer: Any, end_tokens: Sequence[str] = ()
 ) -> tuple[ModelConfig, dict[int, str]]:
     """
-    Return a copy of the configuration with all end tokens, and the sources of the added ones.
+    Return a copy of the configuration with all end tokens, and the sources of added end tokens.
 
-    end_tokens: texts or ids, as `find_token_ids` reads them.
-    The sources say, by id, where each end token comes from that the model's configuration lacks.
+    For each id that was added to the configuration, the second result says where the id comes from.
+
+    end_tokens: the value of `--end-tokens`.
 
     Raises ValueError if there is no end token at all.
     """
-    special = special_tokens(tokenizer)
+    special = control_tokens_by_id(tokenizer)
     sources: dict[int, str] = {}
     eos_ids = list(config.eos_ids)
 
-    def add_eos(number: int | None, source: str) -> None:
+    def add_eos_id(number: int | None, source: str) -> None:
         if number is not None and number not in eos_ids:
             eos_ids.append(number)
             sources[number] = source
 
-    add_eos(tokenizer.eos_token_id, "the tokenizer's eos_token")
-    add_eos(end_of_reply_id(tokenizer), "the chat template ends a reply with it")
+    add_eos_id(tokenizer.eos_token_id, "the tokenizer's eos_token")
+    add_eos_id(find_end_of_reply_id(tokenizer), "the chat template adds it after a reply")
 
-    candidates = dict.fromkeys(find_token_ids(tokenizer, end_tokens), "as --end-tokens says")
+    candidates = dict.fromkeys(find_end_token_ids(tokenizer, end_tokens), "from --end-tokens")
     for number, token in special.items():
         is_begin = number in (tokenizer.bos_token_id, tokenizer.unk_token_id)
         if token in KNOWN_ENDS:
-            candidates.setdefault(number, "it is known as an end")
+            candidates.setdefault(number, "a common end token")
         elif number == tokenizer.pad_token_id and not is_begin:
             candidates.setdefault(number, "the tokenizer's pad_token")
     other_ends = {number: source for number, source in candidates.items() if number not in eos_ids}
 
     if not eos_ids and not other_ends:
         raise ValueError(
-            "no end token in its configuration, tokenizer and chat template; "
-            "add eos_token_id to its generation_config.json, or name one with --end-tokens"
+            "the configuration, the tokenizer and the chat template name no end token; add "
+            "eos_token_id to generation_config.json, or name an end token with --end-tokens"
         )
     config = dataclasses.replace(config, eos_ids=tuple(eos_ids), other_end_ids=tuple(other_ends))
     return config, sources | other_ends
 
 
-def describe_sources(config: ModelConfig, tokenizer: Any, sources: dict[int, str]) -> str:
-    """Describe the end tokens that the model's configuration lacks; "" if it lacks none."""
+def describe_end_token_sources(config: ModelConfig, tokenizer: Any, sources: dict[int, str]) -> str:
+    """
+    Describe the end tokens that were added to the configuration of a model.
+
+    config: the configuration after the end tokens were added.
+    sources: where each added id comes from. Returns "" if no id was added.
+    """
     if not sources:
         return ""
     descriptions = []
@@ -133,21 +142,23 @@ def describe_sources(config: ModelConfig, tokenizer: Any, sources: dict[int, str
 
     in_files = [number for number in config.eos_ids if number not in sources]
     if in_files:
-        beginning = f"the end ids of its configuration are {in_files}; completions end also at"
+        beginning = f"the end ids in its configuration are {in_files}; completions also end at"
     else:
-        beginning = "its configuration names no end token; completions end at"
-    return f"{beginning} {tokens}; --end-tokens adds others"
+        beginning = "its configuration contains no end token; completions end at"
+    return f"{beginning} {tokens}; more can be added with --end-tokens"
 
 
-def find_controls(
+def find_control_tokens(
     prompt: Sequence[int], response_ids: Sequence[int], controls: dict[int, str]
 ) -> list[str]:
     """
-    Find the control tokens in an answer, each once.
+    Return the control tokens that occur in an answer, sorted and without repetition.
 
-    response_ids: the ids in the answer that the policy wrote.
+    `THOUGHT_TAGS` are left out unless the last thought tag in the prompt is a closing tag.
+
+    prompt: the ids of the prompt.
+    response_ids: the ids in the answer that the model sampled.
     controls: control tokens by id, without the end tokens.
-    `THOUGHT_TAGS` count only if the last such tag in the prompt closes a thought.
     """
     tokens = sorted({controls[number] for number in response_ids if number in controls})
     prompt_tags = [controls[number] for number in prompt if controls.get(number) in THOUGHT_TAGS]
@@ -156,10 +167,10 @@ def find_controls(
     return tokens
 
 
-def control_tokens(tokenizer: Any, end_ids: Collection[int]) -> dict[int, str]:
-    """The control tokens that end nothing, by id."""
+def control_tokens_without_ends(tokenizer: Any, end_ids: Collection[int]) -> dict[int, str]:
+    """Return the control tokens by id, without the tokens that end a completion."""
     return {
         number: token
-        for number, token in special_tokens(tokenizer).items()
+        for number, token in control_tokens_by_id(tokenizer).items()
         if number not in end_ids
     }

@@ -1,19 +1,23 @@
 """
-An evaluation's record in words: its headline, and a message if too many answers are cut off.
+Describes the record of an evaluation in words, and warns if too many answers were cut off.
 
-This file does not cover how the figures are computed (evaluate.py, statistics.py), or the log that
-holds the records (run_files.py).
+evaluate.py and statistics.py compute the figures, and run_files.py reads and writes the log of
+records.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 FIGURES = ("accuracy", "score", "loss", "perplexity", "greedy")
-MOST_CUT_OFF = 0.5  # a fraction of the answers, above which no other figure means much
+MAX_CUT_OFF = 0.5  # If a larger fraction of the answers is cut off, the other figures mean little.
 
 
-def format_with_interval(record: dict[str, Any], name: str) -> str:
-    """A figure with its 95% confidence interval, if there is one: "0.475 \u00b1 0.043"."""
+def format_figure_with_interval(record: dict[str, Any], name: str) -> str:
+    """
+    A figure and its 95% confidence interval as text, such as "0.475 \u00b1 0.043".
+
+    The interval is left out if the record contains none.
+    """
     value = record.get(f"eval/{name}")
     half = record.get(f"eval/{name}_ci95")
     if value is None:
@@ -21,26 +25,26 @@ def format_with_interval(record: dict[str, Any], name: str) -> str:
     return f"{value:.3f}" if half is None else f"{value:.3f} \u00b1 {half:.3f}"
 
 
-def evaluation_line(record: dict[str, Any]) -> str:
+def format_evaluation_line(record: dict[str, Any]) -> str:
     """
-    The headline of an evaluation.
+    Return a line with the main figures of an evaluation and the number of its problems.
 
-    It says "500 of 512 problems" if 12 problems have no figure.
+    If 12 of 512 problems have no figure, the line contains "500 of 512 problems".
     """
     names = [name for name in FIGURES if f"eval/{name}" in record]
     if record.get("eval/witness") is not None:
         names.insert(1, "witness")
-    figures = " | ".join(f"{name} {format_with_interval(record, name)}" for name in names)
-    line = f"eval/{figures} | {_describe_problems(record)}"
+    figures = " | ".join(f"{name} {format_figure_with_interval(record, name)}" for name in names)
+    line = f"eval/{figures} | {_describe_problem_count(record)}"
 
     unreadable = record.get("eval/unparsed_frac")
     if unreadable:
-        line += f" | {unreadable:.0%} of the judge's scores unreadable"
+        line += f" | {unreadable:.0%} of the judge's scores were unreadable"
     return line
 
 
-def _describe_problems(record: dict[str, Any]) -> str:
-    """How many problems an evaluation had, and how many answers to each."""
+def _describe_problem_count(record: dict[str, Any]) -> str:
+    """The number of problems in an evaluation, and the number of answers to each, as text."""
     num_problems = record["eval/num"]
     noun = "conversation" if "eval/loss" in record else "problem"
     if num_problems != 1:
@@ -57,20 +61,25 @@ def _describe_problems(record: dict[str, Any]) -> str:
     return text
 
 
-def token_limit(settings: Mapping[str, Any]) -> str:
-    """The flags that limit an answer's length, such as "--max-tokens 8"."""
+def token_limit_flags(settings: Mapping[str, Any]) -> str:
+    """The flags that limit the length of an answer, such as "--max-tokens 8"."""
     max_tokens = settings.get("max_tokens")
     limit = f"--max-tokens {max_tokens}" if max_tokens else "--max-tokens"
     has_turns = settings.get("tools") or settings.get("env")
     return f"{limit} or --max-context" if has_turns else limit
 
 
-def cut_off_message(fraction: float | None, settings: Mapping[str, Any]) -> str:
-    """A warning that this fraction of the answers is cut off, with a fix; "" if it is small."""
-    if fraction is None or fraction <= MOST_CUT_OFF:
+def cut_off_warning(fraction: float | None, settings: Mapping[str, Any]) -> str:
+    """
+    A warning that too many answers were cut off, with advice, or "" if the fraction is small.
+
+    fraction: the fraction of the answers that were cut off.
+    settings: the settings of the run, by name.
+    """
+    if fraction is None or fraction <= MAX_CUT_OFF:
         return ""
-    limit = token_limit(settings)
+    limit = token_limit_flags(settings)
     return (
         f"{fraction:.0%} of the answers are cut off at {limit}: "
-        "raise it, or ask for shorter answers in the prompt"
+        "raise this limit, or ask for shorter answers in the prompt"
     )

@@ -1,10 +1,10 @@
 """
-GGUF files: llama.cpp's model, tokenizer and settings in one file, read as a Hugging Face directory.
+Reads a GGUF file, which holds a model for llama.cpp, like a Hugging Face model directory.
 
-The package gguf parses the file; `open_file` adds checks of its bounds. The configuration and the
-tokenizer are written once to Gwen's cache, beside a link to the file. Weights of every type that
-the package knows are read from the file and dequantized. Two things are not supported: tokenizers
-other than byte-level BPE with a split rule in `SPLITS`, and rotary scaling.
+The package gguf parses the file, and `open_gguf_file` adds checks of the bounds. The configuration
+and the tokenizer are written once to Gwen's cache, with a link to the file. Weights of all types
+that the package supports are read from the file and dequantized. Rotary scaling is not supported.
+The tokenizer must be byte-level BPE with a split rule in `SPLITS`.
 
 Axes: H heads, D head dim, C input width.
 """
@@ -22,14 +22,15 @@ import cpu_blas  # before mlx
 import mlx.core as mx
 import numpy as np
 
-from disk import hub
-from flags import names_path
+from disk.files import first_line_of_error, refuse_lfs_pointer
+from flags import add_path_to_os_errors
+from text.commands import advice_to_install_extra
 
-# The version of the files that `extract_directory` writes. When it changes, every GGUF file is
-# translated again.
-FORM = 1
+# The version of the files that `extract_model_directory` writes. If the version changes, every GGUF
+# file is converted again.
+FORMAT_VERSION = 1
 LINK = "model.gguf"
-KEYS = {  # key of config.json -> the file's key after the architecture's name
+KEYS = {  # key in config.json -> key in the GGUF file, without the name of the architecture
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
     "intermediate_size": "feed_forward_length",
@@ -46,7 +47,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-PARTS = [  # modules of a model; the package knows their names in a GGUF file
+PARTS = [  # names of modules, which the package gguf translates to the names in a GGUF file
     "model.embed_tokens",
     "model.norm",
     "lm_head",
@@ -66,71 +67,78 @@ QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = ("smollm", "qwen2", "llama-bpe")  # values of tokenizer.ggml.pre
-# The most parts of a header, each of which takes 200 bytes of memory. A vocabulary of 150,000
-# tokens and its merges has half as many.
-MOST_PARTS = 2**21
+SPLITS = ("smollm", "qwen2", "llama-bpe")  # supported values of tokenizer.ggml.pre
+
+# The maximum number of values in a header. Each takes 200 bytes of memory. A vocabulary of 150,000
+# tokens with its merges needs half of this number.
+MAX_PARTS = 2**21
 PIECE = 2**24  # the number of bytes of a tensor that are dequantized at once
 WIDE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}  # types of 16 bits or more
 
 
-# ---- the directory
+# ---- the model directory
 
 
-def extract_directory(path: Path) -> Path:
+def extract_model_directory(path: Path) -> Path:
     """
-    Return the directory made from a GGUF file: config.json, tokenizer and a link to the file.
+    Return a model directory for a GGUF file: config.json, a tokenizer and a link to the file.
 
-    The directory is written unless it exists. Raises ValueError if the file does not hold a
-    supported model.
+    The directory is in Gwen's cache, and is written if it does not exist. Raises ValueError if the
+    file does not contain a supported model.
     """
     status = path.stat()
-    identity = f"{FORM} {path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    identity = f"{FORMAT_VERSION} {path.resolve()} {status.st_size} {status.st_mtime_ns}"
     key = sha256(identity.encode()).hexdigest()[:16]
-    cache = cpu_blas.cache_directory() / "gguf"
+    cache = cpu_blas.ensure_cache_directory() / "gguf"
     directory = cache / f"{path.stem}-{key}"
     if directory.is_dir():
         return directory
 
-    config, tokenizer = _translate_metadata(path)
+    config, tokenizer = _read_config_and_tokenizer(path)
     cache.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.TemporaryDirectory(prefix=".begun-", dir=cache, ignore_cleanup_errors=True)
-    with names_path(directory), scratch as partial:
+    with add_path_to_os_errors(directory), scratch as partial:
         (Path(partial) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tokenizer.save_pretrained(partial)
         (Path(partial) / LINK).symlink_to(path.resolve())
-        with contextlib.suppress(OSError):  # another process was faster
+        with contextlib.suppress(OSError):  # Another process may have written the directory.
             os.rename(partial, directory)
     return directory
 
 
-def _translate_metadata(path: Path) -> tuple[dict[str, Any], Any]:
-    """A file's config.json content and tokenizer. Raises ValueError if one is not supported."""
-    reader = open_file(path)
+def _read_config_and_tokenizer(path: Path) -> tuple[dict[str, Any], Any]:
+    """
+    Return the content of config.json and the tokenizer for a GGUF file.
+
+    Raises ValueError if the model or the tokenizer is not supported.
+    """
+    reader = open_gguf_file(path)
     try:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
-        config = make_raw_config(metadata, reader.tensors)
+        config = make_config_from_metadata(metadata, reader.tensors)
         tokenizer = make_tokenizer(metadata)
-        tensors_by_name(reader.tensors, config["model_type"])  # only to refuse unknown tensors
+        map_tensors_by_name(reader.tensors, config["model_type"])  # only to refuse unknown tensors
     except ValueError as error:
         raise ValueError(f"--model {path} has {error}") from error
     except Exception as error:
-        # Metadata is missing or has the wrong type, or the tokenizer's library fails.
-        reason = f"{type(error).__name__}: {hub.first_line(error):.200}"
-        raise ValueError(f"--model {path} holds metadata of no model: {reason}") from error
+        # Metadata is missing or has the wrong type, or the tokenizers library has failed.
+        reason = f"{type(error).__name__}: {first_line_of_error(error):.200}"
+        raise ValueError(f"--model {path} has no valid metadata of a model: {reason}") from error
     return config, tokenizer
 
 
-def make_raw_config(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:
+def make_config_from_metadata(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:
     """
-    Return the content of config.json.
+    Return the content of a config.json for the metadata of a GGUF file.
 
-    Raises ValueError for an unsupported value, KeyError for a missing one.
+    Raises ValueError if a value is not supported, and KeyError if a value is missing.
     """
     kind = metadata.get("general.architecture")
     if kind not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise ValueError(f"the architecture {kind!r:.60}; those supported are {supported}")
+        raise ValueError(
+            f"the architecture {kind!r:.60}; the supported architectures are {supported}"
+        )
     scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
     if scaling != "none":
         raise ValueError(
@@ -151,72 +159,73 @@ def make_raw_config(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, A
     return config
 
 
-# ---- the file
+# ---- the GGUF file
 
 
-def open_file(path: Path) -> Any:
+def open_gguf_file(path: Path) -> Any:
     """
-    Open a file with the package's reader, which has `fields` and `tensors`.
+    Open a GGUF file and return a reader of the package gguf, with `fields` and `tensors`.
 
-    Raises ValueError if the package is missing, or if the file is not whole.
+    Raises ValueError if the package is not installed, or if the file is damaged.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
-            f"--model {path} needs the package gguf; begin the command with: uv run --extra gguf"
+            f"--model {path} needs the package gguf, which is not installed; "
+            + advice_to_install_extra("gguf")
         )
-    hub.refuse_pointer(path)
+    refuse_lfs_pointer(path)
     import gguf
 
-    class Reader(gguf.GGUFReader):
+    class BoundsCheckingReader(gguf.GGUFReader):
         num_parts = 0
 
         def _get(
             self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
         ) -> np.ndarray:
             """
-            Read values, after a check of the bounds.
+            Read `count` values after checking that they are inside the file.
 
-            The package's method reads past the end of the file. This method takes a fifth of the
-            time, and does not support swapped bytes.
+            The method that this one replaces may read past the end of the file. This method is five
+            times as fast, but does not support swapped bytes.
             """
             self.num_parts += 1
             end = offset + int(count) * np.dtype(dtype).itemsize
-            if end > len(self.data) or self.num_parts > MOST_PARTS:
+            if end > len(self.data) or self.num_parts > MAX_PARTS:
                 raise ValueError(
-                    f"{count} values at byte {offset} lie beyond its end, "
-                    f"or over {MOST_PARTS:,} parts"
+                    f"{count} values at byte {offset} are beyond the end of the file, "
+                    f"or its header has more than {MAX_PARTS:,} values"
                 )
             return np.frombuffer(self.data, dtype, int(count), offset)
 
     try:
         with np.errstate(over="raise"):
-            reader = Reader(path)
+            reader = BoundsCheckingReader(path)
         sizes = [tensor.n_bytes if tensor.data.ndim else 0 for tensor in reader.tensors]
         if reader.byte_order != "I" or 0 in sizes or sum(sizes) > len(reader.data):
             raise ValueError("its bytes are swapped, or its tensors are empty or overlap")
-    except Exception as error:  # the package raises what its arrays do
+    except Exception as error:  # The package may raise any error of numpy.
         raise ValueError(
-            f"--model {path} is not a whole GGUF file that can be read: {error!s:.200}"
+            f"--model {path} is not a complete GGUF file that can be read: {error!s:.200}"
         ) from error
     return reader
 
 
-def tensors_by_name(tensors: list[Any], kind: str) -> dict[str, Any]:
+def map_tensors_by_name(tensors: list[Any], model_type: str) -> dict[str, Any]:
     """
-    The tensors of a file by Hugging Face name.
+    Return the tensors of a GGUF file by Hugging Face name.
 
-    Raises ValueError, which names the tensor, if a tensor is not supported.
+    Raises ValueError if a tensor is not supported.
     """
     import gguf
 
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], 1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model_type.upper()], 1)
     modules = {names.get_name(part): part for part in PARTS}
     by_name = {}
     for tensor in tensors:
         stem, _, ending = tensor.name.rpartition(".")
         layer = ""
         stored_module = stem
-        if stem.count(".") == 2:  # "blk.7.attn_q": look up the module of layer 0
+        if stem.count(".") == 2:  # For "blk.7.attn_q", look up the module of layer 0.
             _, layer, part = stem.split(".")
             stored_module = f"blk.0.{part}" if layer else part
         module = modules.get(stored_module)
@@ -229,41 +238,45 @@ def tensors_by_name(tensors: list[Any], kind: str) -> dict[str, Any]:
 
 def load_gguf_weights(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.array]:
     """
-    Load weights by Hugging Face name; weights of fewer than 16 bits are dequantized to `dtype`.
+    Load the weights in a GGUF file by Hugging Face name.
 
-    config: the content of the config.json that `extract_directory` wrote.
+    Weights of fewer than 16 bits are dequantized to `dtype`.
 
-    Raises ValueError as `open_file` does, and for a tensor type that is not supported.
+    config: the content of the config.json that `extract_model_directory` wrote.
+
+    Raises ValueError if the file is damaged or a tensor has an unsupported type.
     """
     import gguf
 
     num_heads = config["num_attention_heads"]
     heads = {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads") or num_heads}
     weights = {}
-    for name, tensor in tensors_by_name(open_file(path).tensors, config["model_type"]).items():
+    tensors = map_tensors_by_name(open_gguf_file(path).tensors, config["model_type"])
+    for name, tensor in tensors.items():
         kind = tensor.tensor_type
         part = name.split(".")[-2]
         num_pieces = min(len(tensor.data), -(-tensor.n_bytes // PIECE))
         pieces = np.array_split(tensor.data, num_pieces)
         wide_dtype = WIDE.get(kind.name, dtype)
         try:
-            with np.errstate(all="ignore"):  # scales may be infinite
+            with np.errstate(all="ignore"):  # The scales of quantized weights may be infinite.
                 arrays = [mx.array(gguf.dequantize(piece, kind), wide_dtype) for piece in pieces]
             weights[name] = mx.concatenate(arrays)
             if config["model_type"] == "llama" and part in heads:
-                weights[name] = reorder_heads(weights[name], heads[part], 2)
-        except (NotImplementedError, ValueError) as error:  # unknown type, or unfitting heads
+                weights[name] = reorder_head_rows(weights[name], heads[part], 2)
+        except (NotImplementedError, ValueError) as error:  # unknown type, or wrong number of heads
             raise ValueError(f"--model {path}: {tensor.name}: {error}") from error
     return weights
 
 
-def reorder_heads(rows: mx.array, num_heads: int, width: int) -> mx.array:
+def reorder_head_rows(rows: mx.array, num_heads: int, width: int) -> mx.array:
     """
-    Reorder the rows (H * D, …) of a query or key projection.
+    Return the rows (H * D, …) of a query or key projection in another order.
 
-    The rows of each head are seen as a matrix (D / width, width), which is transposed. Width 2
-    converts from llama.cpp's order, in which neighbouring rows are rotated together, to Hugging
-    Face's, in which the two halves are. Width D / 2 converts back.
+    The rows of each head are arranged in a matrix (D / width, width), which is transposed. Width 2
+    converts from the order in llama.cpp to the order in Hugging Face files. llama.cpp rotates
+    neighboring rows together; Hugging Face rotates a row of the first half together with a row of
+    the second half. Width D / 2 converts back.
     """
     paired = rows.reshape(num_heads, rows.shape[0] // num_heads // width, width, *rows.shape[1:])
     return paired.swapaxes(1, 2).reshape(rows.shape)
@@ -272,8 +285,12 @@ def reorder_heads(rows: mx.array, num_heads: int, width: int) -> mx.array:
 # ---- the tokenizer
 
 
-def make_splitter(split: str) -> Any:
-    """Make the object that splits a text by one of the rules in `SPLITS`, before merges."""
+def make_pre_tokenizer(split: str) -> Any:
+    """
+    Return the object that splits a text into words before the tokenizer applies its merges.
+
+    split: a split rule in `SPLITS`.
+    """
     from tokenizers import Regex, pre_tokenizers
 
     if split == "smollm":
@@ -288,9 +305,9 @@ def make_splitter(split: str) -> Any:
 
 def make_tokenizer(metadata: dict[str, Any]) -> Any:
     """
-    Make the file's tokenizer, as an object of transformers.
+    Return a transformers tokenizer for the metadata of a GGUF file.
 
-    Raises ValueError, which names its kind, if it is not supported.
+    Raises ValueError if the tokenizer is not supported.
     """
     kind = metadata.get("tokenizer.ggml.model")
     split = metadata.get("tokenizer.ggml.pre")
@@ -301,18 +318,18 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
             f"it must be gpt2 with {supported}"
         )
     if not metadata.get("tokenizer.chat_template"):
-        raise ValueError("no chat template; take the file of an instruct model")
-    from transformers import PreTrainedTokenizerFast  # here: importing it takes seconds
+        raise ValueError("no chat template; use the file of an instruct model")
+    from transformers import PreTrainedTokenizerFast  # not at the top: the import takes seconds
 
     return PreTrainedTokenizerFast(
         tokenizer_object=_make_fast_tokenizer(metadata, str(split)),
         chat_template=metadata["tokenizer.chat_template"],
-        **_control_tokens(metadata),
+        **_read_control_tokens(metadata),
     )
 
 
 def _make_fast_tokenizer(metadata: dict[str, Any], split: str) -> Any:
-    """A tokenizer with the file's vocabulary, merges, split rule and added tokens."""
+    """Return a tokenizer with the vocabulary, merges, split rule and added tokens of the file."""
     import gguf
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
@@ -323,7 +340,7 @@ def _make_fast_tokenizer(metadata: dict[str, Any], split: str) -> Any:
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=split == "llama-bpe"))
     if split == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = make_splitter(split)
+    tokenizer.pre_tokenizer = make_pre_tokenizer(split)
     tokenizer.decoder = decoders.ByteLevel()
 
     is_special = {gguf.TokenType.CONTROL: True, gguf.TokenType.USER_DEFINED: False}
@@ -335,8 +352,8 @@ def _make_fast_tokenizer(metadata: dict[str, Any], split: str) -> Any:
     return tokenizer
 
 
-def _control_tokens(metadata: dict[str, Any]) -> dict[str, str]:
-    """The control tokens that the file names, by transformers' names for them."""
+def _read_control_tokens(metadata: dict[str, Any]) -> dict[str, str]:
+    """Return the control tokens in the metadata, by the names that transformers gives them."""
     tokens = metadata["tokenizer.ggml.tokens"]
     stored_names = {
         "bos_token": "bos",

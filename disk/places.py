@@ -1,12 +1,12 @@
 """
-The paths of a run's files, and their new paths after the project folder has moved.
+Finds the files of a run again after the folder of a project has been moved.
 
-A run's settings hold absolute paths. Its env.json holds the run's own directory, the working
-directory, and a digest of each file. After a move, a file is looked for at its old path relative to
-the run or to the working directory. The file there is taken if its digest is the same.
+The settings of a run contain absolute paths. env.json records the directory of the run, the working
+directory, and a digest of each file. After a move, a file is looked up at the same path relative to
+the run or to the working directory, and used if its digest is the same.
 
-This file does not cover which settings name files (settings/sources.py), or whether a resumed run
-may use other files (checkpoint.py).
+settings/sources.py determines which settings name files. checkpoint.py determines whether a resumed
+run may use other files.
 """
 
 import functools
@@ -20,71 +20,75 @@ from typing import Any
 from text.documents import read_json
 from text.printable import escape_invisible
 
-LARGE = 2**28  # bytes; the digest of a larger file covers only its size, beginning and end
-END = 2**24  # bytes of such a beginning or end
+LARGE = 2**28  # bytes; the digest of a larger file covers only the file's size, beginning and end
+END = 2**24  # the number of bytes at the beginning and end of a large file that the digest covers
 
-Moves = dict[str, str]  # new paths, by old path
+Moves = dict[str, str]  # the new path of each moved file, by its old path
 
 
 # ---- paths in settings
 
 
-def map_paths(text: str, find: Callable[[str], str | None]) -> str:
+def replace_paths(text: str, find: Callable[[str], str | None]) -> str:
     """
-    A setting's text, in which `find` has replaced each path for which it does not return None.
+    Return the value of a setting in which each path is replaced by the path that `find` returns.
 
-    A text is one path or several, separated by commas. A path may have a name and `=` before it,
-    and `:` and the name of a function or a split after it.
+    A path for which `find` returns None is not changed.
+
+    text: one path or several, separated by commas. A path may follow a name and `=`, and it may be
+        followed by `:` and the name of a function or a split.
     """
-    place = find(text)
-    if place is not None:
-        return place
+    replacement = find(text)
+    if replacement is not None:
+        return replacement
     if "," in text:
-        return ",".join(map_paths(part, find) for part in text.split(","))
+        return ",".join(replace_paths(part, find) for part in text.split(","))
     if "=" in text:
         name, _, path = text.partition("=")
-        return f"{name}={map_paths(path, find)}"
+        return f"{name}={replace_paths(path, find)}"
     path, _, name = text.rpartition(":")
-    return f"{map_paths(path, find)}:{name}" if path else text
+    return f"{replace_paths(path, find)}:{name}" if path else text
 
 
-def map_settings(settings: dict[str, Any], find: Callable[[str], str | None]) -> dict[str, Any]:
-    """The settings after `map_paths` of every text in them."""
+def replace_paths_in_settings(
+    settings: dict[str, Any], find: Callable[[str], str | None]
+) -> dict[str, Any]:
+    """Return a copy of settings in which `replace_paths` was applied to every text."""
     mapped = dict(settings)
     for key, value in settings.items():
         if isinstance(value, str):
-            mapped[key] = map_paths(value, find)
+            mapped[key] = replace_paths(value, find)
         elif isinstance(value, list):
             mapped[key] = [
-                map_paths(text, find) if isinstance(text, str) else text for text in value
+                replace_paths(text, find) if isinstance(text, str) else text for text in value
             ]
     return mapped
 
 
-def existing_paths(settings: dict[str, Any]) -> list[str]:
-    """The absolute paths in settings at which a file or directory exists."""
-    paths: dict[str, None] = {}  # in order, each once
+def list_existing_paths(settings: dict[str, Any]) -> list[str]:
+    """List the absolute paths in settings at which a file or directory exists."""
+    paths: dict[str, None] = {}  # in order, without repetition
 
-    def note(text: str) -> str | None:
+    def note_existing_path(text: str) -> str | None:
         if not (os.path.isabs(text) and os.path.exists(text)):
             return None
         paths[text] = None
         return text
 
-    map_settings(settings, note)
+    replace_paths_in_settings(settings, note_existing_path)
     return list(paths)
 
 
-# ---- the record of a run
+# ---- the record of paths in env.json
 
 
 def digest_of_path(path: str) -> str:
     """
-    The first 16 digits of the SHA-256 of a file's bytes.
+    Return the first 16 digits of the SHA-256 of a file or directory.
 
-    For a file above LARGE, the digest covers its size, beginning and end. For a directory, it
-    covers the names and sizes of the files; a model's directory is compared again by its weights'
-    digest.
+    The digest covers the bytes of a file, or the names and sizes of the files in a directory. If a
+    file is larger than LARGE bytes, the digest covers only its size, beginning and end. The weights
+    of a model are compared by another digest later.
     """
     digest = hashlib.sha256()
     if os.path.isdir(path):
@@ -102,8 +106,12 @@ def digest_of_path(path: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def make_record(paths: Iterable[str], run_dir: Path) -> dict[str, Any]:
-    """The part of env.json about the files of a run whose settings name these paths."""
+def make_path_record(paths: Iterable[str], run_dir: Path) -> dict[str, Any]:
+    """
+    Return the record for env.json of the directories and files of a run.
+
+    paths: the paths that the settings of the run name.
+    """
     return {
         "run": os.path.abspath(run_dir),
         "working_directory": os.getcwd(),
@@ -112,12 +120,12 @@ def make_record(paths: Iterable[str], run_dir: Path) -> dict[str, Any]:
 
 
 def is_readable_file_or_folder(path: str) -> bool:
-    """Whether a path is a readable directory or regular file. A pipe or device may be endless."""
+    """Whether a path is a readable directory or regular file, and not a pipe or device."""
     return (os.path.isdir(path) or os.path.isfile(path)) and os.access(path, os.R_OK)
 
 
-def read_record(run_dir: Path) -> dict[str, Any]:
-    """The record in a run's env.json; an empty one if there is none or it is damaged."""
+def read_path_record(run_dir: Path) -> dict[str, Any]:
+    """Read the record of paths in env.json. Returns an empty record if it is missing or damaged."""
     empty: dict[str, Any] = {"run": "", "working_directory": "", "files": {}}
     try:
         record = read_json((run_dir / "env.json").read_text(encoding="utf-8"))["places"]
@@ -127,7 +135,7 @@ def read_record(run_dir: Path) -> dict[str, Any]:
         ValueError,
         LookupError,
         TypeError,
-    ):  # the record of an older run, or a damaged one
+    ):  # The run is older than this record, or the file is damaged.
         return empty
     return record if is_whole else empty
 
@@ -135,38 +143,39 @@ def read_record(run_dir: Path) -> dict[str, Any]:
 # ---- after a move
 
 
-def find_moves(run_dir: Path, named: Iterable[str] = ()) -> Moves:
+def find_moved_paths(run_dir: Path, named: Iterable[str] = ()) -> Moves:
     """
-    The new paths of a run's files that are no longer at their old paths. Prints a line for each.
+    Find the new paths of those files of a run that no longer exist at their old paths.
 
-    A file is looked for at the same path relative to the run, then to the working directory, then
-    among the `named` paths. A candidate is taken only if its digest is the recorded one.
+    A file is looked up at the same path relative to the run, then relative to the working
+    directory, then among the `named` paths. A file is accepted only if it has the recorded digest.
+    Prints a line for each moved file.
     """
-    record = read_record(run_dir)
+    record = read_path_record(run_dir)
     bases = ((record["run"], os.path.abspath(run_dir)), (record["working_directory"], os.getcwd()))
     moves: Moves = {}
     for old, digest in record["files"].items():
         if os.path.exists(old):
             continue
-        places = [
+        relative_paths = [
             os.path.normpath(os.path.join(new, os.path.relpath(old, base))) for base, new in bases
         ]
-        candidates = list(filter(is_readable_file_or_folder, (*places, *named)))
+        candidates = list(filter(is_readable_file_or_folder, (*relative_paths, *named)))
         equal = [path for path in candidates if digest_of_path(path) == digest]
         if equal:
             moves[old] = equal[0]
-            print_once(f"{old} is no longer there; the same bytes are taken from {equal[0]}")
-        elif candidates and candidates[0] in places:
-            print_once(f"{old} is no longer there, and {candidates[0]} holds something else")
+            print_once(f"{old} no longer exists; {equal[0]}, which is identical, is used instead")
+        elif candidates and candidates[0] in relative_paths:
+            print_once(f"{old} no longer exists, and {candidates[0]} has different content")
     return moves
 
 
 @functools.cache
 def print_once(line: str) -> None:
-    """Prints a line on stderr, but only once per process."""
+    """Print a line on stderr, but only once per process."""
     print(escape_invisible(line), file=sys.stderr)
 
 
-def relocate_settings(settings: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """A run's settings with the new paths of moved files; see `find_moves`."""
-    return map_settings(settings, find_moves(run_dir).get)
+def settings_with_new_paths(settings: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """Return a copy of the settings of a run in which the paths of moved files are updated."""
+    return replace_paths_in_settings(settings, find_moved_paths(run_dir).get)

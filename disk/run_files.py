@@ -1,9 +1,9 @@
 """
-A run's directory: creates it with its settings, and finds it for `--run runs/NAME [--step N]`.
+Creates the directory of a run, finds its files for `--run DIR [--step N]`, and reads its logs.
 
-Only one process at a time trains in it, and holds the lock on the directory's file `lock`. A
-process that only reads needs no lock. This file does not cover the contents of the logs
-(reporting/journal.py) or the state from which a run resumes (checkpoint.py).
+Only one process at a time may train in a directory, and it locks the file `lock` there. A process
+that only reads needs no lock. reporting/journal.py defines the contents of the
+logs, and checkpoint.py saves the state from which a run resumes.
 """
 
 import contextlib
@@ -23,65 +23,73 @@ from typing import Any
 import cpu_blas  # before mlx
 
 from disk import places
-from disk.hub import load_object
-from flags import Parser, explain_missing_run, names_path
+from disk.files import load_json_object
+from flags import Parser, add_path_to_os_errors, explain_missing_run
 from machine import versions
 from text.documents import load_yaml, read_json
 
 LOCK = "lock"
-KEYS = {  # by the name of a log: the keys of each record, besides its step
+KEYS = {  # the keys that each record in a log must have besides `step`, by the name of the log
     "changes": ("setting", "was", "is"),
     "warnings": ("name", "text"),
     "eval_answers": ("problem", "prompt", "completions", "values", "rewards"),
 }
-START = "adapter-start"  # a copy of the --init-adapter, from before the run's first step
+START = "adapter-start"  # the directory for a copy of the adapter that --init-adapter names
 
 
-# ---- finding a run and its adapter
+# ---- a run and its adapter
 
 
 def add_adapter_flags(parser: Parser) -> None:
-    """Add the flags that `adapter_from_flags` reads."""
+    """Add the flags --run, --step and --adapter, which `fill_defaults_and_find_adapter` reads."""
     parser.add_argument(
-        "--run", metavar="DIR", help="run whose model, adapter and settings are used"
+        "--run", metavar="DIR", help="directory of the run whose model, adapter and settings to use"
     )
     parser.add_argument(
         "--step",
         type=int,
         metavar="N",
-        help="step of the run; 0 is before training (default: the newest)",
+        help="step of the run; 0: before training (default: the newest saved step)",
     )
     parser.add_argument(
-        "--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT"
+        "--adapter",
+        metavar="DIR",
+        help="directory of a run, of a checkpoint, or of an mlx_lm or PEFT adapter",
     )
 
 
-def adapter_from_flags(args: Namespace, **defaults: Any) -> str | None:
+def fill_defaults_and_find_adapter(args: Namespace, **defaults: Any) -> str | None:
     """
-    Return the path of the adapter that the flags name, or None.
+    Return the path of the adapter that --run, --step or --adapter names, or None.
 
-    It also sets in `args` each flag of `defaults` that was left out: to the run's setting, or to
-    the default if there is no run or the run lacks the setting.
+    Also changes `args`: each flag in `defaults` that was not given is set to the value in the
+    settings of the run. If there is no run or no such setting, the flag is set to its default.
 
-    Raises ValueError for contradictory flags, for a --run that is not a run, and for a step that
-    the run has not saved.
+    Raises ValueError if the flags contradict each other, if --run is not the directory of a run, or
+    if the run has not saved the step.
     """
     if args.step is not None and args.run is None:
-        raise ValueError(f"--step {args.step} is a step of a run; name it with --run")
+        raise ValueError(f"--step {args.step} needs a run; give the directory of a run with --run")
     if args.run is not None and args.adapter is not None:
         raise ValueError(
-            f"--adapter {args.adapter} and --run {args.run}, which has its own; "
-            "leave one of them out"
+            f"--adapter {args.adapter} and --run {args.run} both name an adapter; "
+            "leave one of these flags out"
         )
-    settings = places.relocate_settings(load_settings(args.run), Path(args.run)) if args.run else {}
+    settings = (
+        places.settings_with_new_paths(load_settings(args.run), Path(args.run)) if args.run else {}
+    )
     for name, default in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, settings.get(name, default))
     return adapter_path(args.run, args.step) if args.run else args.adapter
 
 
-def config_file(run: str) -> Path:
-    """The path of a run's config.yaml. Raises ValueError if `run` is not a run's directory."""
+def find_config_file(run: str) -> Path:
+    """
+    Return the path of the config.yaml of a run.
+
+    Raises ValueError if `run` is not the directory of a run.
+    """
     path = Path(run) / "config.yaml"
     if not path.is_file():
         raise ValueError(f"--run {run}: {explain_missing_run(run)}")
@@ -90,26 +98,26 @@ def config_file(run: str) -> Path:
 
 def load_settings(run: str) -> dict[str, Any]:
     """
-    Load a run's settings, by name and unchecked, for commands that need only a few of them.
+    Load the settings of a run by name, without checking them.
 
-    Raises ValueError if the settings name no model.
+    Raises ValueError if the settings contain no model.
     """
-    settings = load_yaml(config_file(run), f"--run {run}: config.yaml")
+    settings = load_yaml(find_config_file(run), f"--run {run}: config.yaml")
     if not isinstance(settings, dict) or not settings.get("model"):
-        raise ValueError(
-            f"--run {run}: its config.yaml names no model; give the directory of a run"
-        )
+        raise ValueError(f"--run {run}: config.yaml contains no model; give the directory of a run")
     return settings
 
 
 def adapter_path(run: str, step: int | None) -> str | None:
     """
-    The path of a run's adapter after `step`, or of its newest adapter if `step` is None.
+    Return the path of the adapter that a run saved after `step`, or of its newest adapter.
 
-    For step 0 this is the run's copy of its --init-adapter; None if the run had none.
+    For step 0, this is the adapter with which the run started, or None if it started without one.
 
-    Raises ValueError if the run has saved no adapter yet, or none at that step; in the second case
-    the message names the saved steps.
+    run: the directory of the run.
+    step: the number of the step; None means the newest adapter.
+
+    Raises ValueError if the run has not saved this adapter.
     """
     if step == 0:
         start = Path(run) / START
@@ -122,61 +130,61 @@ def adapter_path(run: str, step: int | None) -> str | None:
         return str(path)
     if step is None:
         raise ValueError(
-            f"--run {run} has saved no adapter yet; --step 0 is the model before training"
+            f"--run {run} has not saved an adapter yet; use --step 0 for the model before training"
         )
-    steps = ", ".join(map(str, sorted({0, *saved_steps(run)})))
-    raise ValueError(f"--step {step}: {run} has the steps {steps}")
+    steps = ", ".join(map(str, sorted({0, *list_saved_steps(run)})))
+    raise ValueError(f"--step {step} was not saved; the saved steps in {run} are {steps}")
 
 
-def saved_steps(run: str) -> list[int]:
-    """The steps whose adapters a run has kept, in any order."""
+def list_saved_steps(run: str) -> list[int]:
+    """List the steps whose checkpoints a run still has, in any order."""
     adapters = Path(run, "checkpoints").glob("step-*/adapter")
     numbers = [path.parent.name.removeprefix("step-") for path in adapters]
-    # A killed process may leave other names.
+    # A process that was killed may have left directories with other names.
     return [int(number) for number in numbers if number.isdecimal()]
 
 
-# ---- one process per run
+# ---- only one process trains in a directory
 
-# The directories that this process owns, and the open files that hold their locks.
+# The directories that this process has locked, each with the descriptor of its open lock file.
 _locks: dict[Path, int] = {}
 
 
-def _forget_locks() -> None:
+def _close_locks_in_child() -> None:
     """
-    Close the locks in a forked child process.
+    Close the lock files in a child process after a fork.
 
-    A reward may run in a child process. If that process outlives the run, it must not keep the
-    run's lock.
+    A reward function may run in a child process. If the child process runs longer than the run, it
+    must not keep the directory locked.
     """
     while _locks:
         os.close(_locks.popitem()[1])
 
 
-os.register_at_fork(after_in_child=_forget_locks)
+os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
 @contextlib.contextmanager
-def release_at_exit() -> Iterator[None]:
-    """On leaving the context, release the directories that this process acquired inside it."""
+def unlock_run_dirs_on_exit() -> Iterator[None]:
+    """On exit from the block, unlock all directories that were locked inside the block."""
     before = set(_locks)
     try:
         yield
     finally:
         for run_dir in _locks.keys() - before:
-            release(run_dir)
+            unlock_run_dir(run_dir)
 
 
-class DirectoryReplaced(ValueError):
-    """The directory at a run's path is no longer the one in which the run began."""
+class RunDirReplacedError(ValueError):
+    """Raised if the directory of a run was replaced by another directory during the run."""
 
 
-def check_still_owned(run_dir: Path) -> None:
+def refuse_replaced_run_dir(run_dir: Path) -> None:
     """
-    Check that the lock file in a directory is still the one that this process holds.
+    Raise RunDirReplacedError if a directory no longer contains the lock file of this process.
 
-    Raises DirectoryReplaced if it is not, because another run may train there now. A directory that
-    this process never acquired passes.
+    If the lock file is gone, another run may be training there. If this process has never locked
+    the directory, no error is raised.
     """
     file = _locks.get(run_dir.resolve())
     try:
@@ -184,34 +192,33 @@ def check_still_owned(run_dir: Path) -> None:
     except FileNotFoundError:
         is_same = False
     if not is_same:
-        raise DirectoryReplaced(
-            f"{run_dir} was removed or begun again while this run trained in it; this run ends "
-            "and leaves nothing there; give each run a --run-dir of its own"
+        raise RunDirReplacedError(
+            f"{run_dir} was removed or replaced while this run was training in it; this run ends "
+            "and writes nothing more there; give each run a different --run-dir"
         )
 
 
-def release(run_dir: Path) -> None:
-    """Release a directory, so that other processes may train in it."""
+def unlock_run_dir(run_dir: Path) -> None:
+    """Unlock the directory of a run, so that other processes may train in it."""
     file = _locks.pop(run_dir.resolve(), None)
     if file is not None:
         os.ftruncate(file, 0)
         os.close(file)
 
 
-def acquire(run_dir: Path) -> None:
+def lock_run_dir(run_dir: Path) -> None:
     """
-    Make this process the only one that trains in a directory, until `release`.
+    Lock the directory of a run, so that only this process can train in it until it is unlocked.
 
-    The caller must write nothing there before. The operating system releases the lock of a dead
-    process.
+    The caller must lock a directory before writing to it. If a process dies, the operating system
+    removes its locks.
 
-    Raises ValueError, which names the process that holds the lock or says why the directory cannot
-    be locked.
+    Raises ValueError if another process has locked the directory, or if it cannot be locked.
     """
     try:
         file = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        raise ValueError(_unwritable_error(run_dir, error)) from error
+        raise ValueError(_explain_unwritable_directory(run_dir, error)) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(file, 0)
@@ -221,23 +228,25 @@ def acquire(run_dir: Path) -> None:
         owner = f"process {pid}" if pid.isdecimal() else "another process"
         os.close(file)
         raise ValueError(
-            f"{run_dir} is being trained by {owner}; wait for it, or stop it"
+            f"{run_dir} is being used for training by {owner}; wait until that process has "
+            "finished, or stop it"
         ) from error
     except OSError as error:
         os.close(file)
         raise ValueError(
-            f"{run_dir} cannot be locked ({error.strerror}); choose one on a disk that can"
+            f"{run_dir} cannot be locked ({error.strerror}); choose a directory on a disk that "
+            "supports locks"
         ) from error
     _locks[run_dir.resolve()] = file
 
 
-def is_owned(run_dir: Path) -> bool:
-    """Whether a process trains in a directory, as far as its lock shows."""
+def is_locked_by_a_process(run_dir: Path) -> bool:
+    """Whether a process has locked the directory of a run, which means that it trains there."""
     try:
         with (run_dir / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        # Another error means that no run was here, or that its lock may not be read.
+        # Any other error means that there is no lock file, or that it is not readable.
         return isinstance(error, BlockingIOError)
     return False
 
@@ -246,7 +255,7 @@ def is_owned(run_dir: Path) -> bool:
 
 
 def choose_run_dir(task: str, requested: str | None) -> Path:
-    """The directory for a new run. Raises ValueError if the requested one is taken."""
+    """Return the directory for a new run. Raises ValueError if the requested one is in use."""
     if not requested:
         name = re.sub("[^a-z0-9]+", "-", task)[:40]
         started = time.strftime("%Y%m%d-%H%M%S")
@@ -255,98 +264,103 @@ def choose_run_dir(task: str, requested: str | None) -> Path:
     if path.exists():
         is_taken = not path.is_dir() or {file.name for file in path.iterdir()} - {LOCK}
         if is_taken:
-            raise ValueError(_taken_error(path))
+            raise ValueError(_explain_taken_directory(path))
     return path
 
 
-def _taken_error(path: Path) -> str:
-    message = f"--run-dir {path} exists; give another"
+def _explain_taken_directory(path: Path) -> str:
+    """An error message about a --run-dir that already exists, with advice."""
+    message = f"--run-dir {path} already exists; choose another directory"
     if (path / "config.yaml").is_file():
-        message += ", or --resume it"
+        message += f", or continue that run with --resume {path}"
     return message
 
 
-def make_run_dir(
+def create_run_dir(
     settings: str, chosen: Path, requested: str | None, files: Iterable[str] = ()
 ) -> Path:
     """
-    Create and own a new run's directory, and write its settings there.
+    Create and lock the directory of a new run, write the settings there, and return the directory.
 
-    settings: YAML.
+    settings: the settings as YAML.
+    chosen: the result of `choose_run_dir`.
+    requested: the value of --run-dir, or None.
     files: the paths that the settings name.
 
-    Raises ValueError if the requested directory is taken or cannot be written.
+    Raises ValueError if the requested directory is in use or cannot be written.
     """
-    path = _create_dir(chosen, requested)
+    path = _create_and_lock_dir(chosen, requested)
     try:
         write_settings(settings, path, files)
     except (ValueError, KeyboardInterrupt):
-        (path / "config.yaml").unlink(missing_ok=True)  # so that the name can be used again
+        (path / "config.yaml").unlink(missing_ok=True)  # so that the directory can be used again
         raise
     return path
 
 
-def _create_dir(chosen: Path, requested: str | None) -> Path:
-    """Create a run's directory; append -2, -3, ... if another run has taken the default name."""
+def _create_and_lock_dir(chosen: Path, requested: str | None) -> Path:
+    """Create and lock the directory of a run, with -2, -3, ... added if the name is in use."""
     for number in itertools.count(1):
         path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
         try:
             path.mkdir(parents=True, exist_ok=bool(requested))
-            acquire(path)
+            lock_run_dir(path)
             (path / "config.yaml").touch(exist_ok=False)
             break
         except FileExistsError as error:
             if requested:
-                raise ValueError(_taken_error(path)) from error
+                raise ValueError(_explain_taken_directory(path)) from error
         except OSError as error:
-            raise ValueError(_unwritable_error(path, error)) from error
+            raise ValueError(_explain_unwritable_directory(path, error)) from error
     return path
 
 
-def start_date(run_dir: Path) -> str:
-    """The day on which a run began, as "2026-11-23"; today for a new run."""
+def read_start_date(run_dir: Path) -> str:
+    """Return the date on which a run began, such as "2026-11-23". A new run begins today."""
     today = datetime.date.today().isoformat()
     file = run_dir / "env.json"
-    return str(load_object(file).get("begun", today)) if file.is_file() else today
+    return str(load_json_object(file).get("begun", today)) if file.is_file() else today
 
 
 def write_settings(settings: str, run_dir: Path, files: Iterable[str] = ()) -> None:
     """
-    Write `config.yaml`, which holds the settings, and `env.json` of a run.
+    Write `config.yaml`, with the settings of a run, and `env.json`, with facts on the machine.
 
-    settings: YAML.
-    files: the paths that the settings name, for `places.make_record`.
+    settings: the settings as YAML.
+    files: the paths that the settings name, which are recorded in `env.json`.
 
     Raises ValueError if a file cannot be written.
     """
-    environment = versions.describe_environment(cpu_blas.description)
-    environment["begun"] = start_date(run_dir)
-    environment["places"] = places.make_record(files, run_dir)
+    environment = versions.collect_environment_facts(cpu_blas.description)
+    environment["begun"] = read_start_date(run_dir)
+    environment["places"] = places.make_path_record(files, run_dir)
     try:
         replace_text(run_dir / "config.yaml", settings)
         replace_text(run_dir / "env.json", json.dumps(environment, indent=2) + "\n")
     except OSError as error:
-        raise ValueError(_unwritable_error(run_dir, error)) from error
+        raise ValueError(_explain_unwritable_directory(run_dir, error)) from error
 
 
-def _unwritable_error(run_dir: Path, error: OSError) -> str:
+def _explain_unwritable_directory(run_dir: Path, error: OSError) -> str:
+    """An error message about a directory in which a run cannot write, with advice."""
     return (
         f"the run directory {run_dir} cannot be written ({error.strerror}); "
-        "make room there or choose another"
+        "make room there, or choose another directory"
     )
 
 
-# ---- files of a run
+# ---- files in the directory of a run
 
 
 def read_log(path: Path, required_keys: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     """
-    Yield the records of a log, one per line; nothing if the file does not exist.
+    Yield the records of a log, which has one record per line.
 
-    A last record that is still being written is left out.
+    Yields nothing if the file does not exist. A last line that is incomplete is left out.
 
-    Raises ValueError, which names the line, if a record lacks its step, one of its log's KEYS or
-    one of `required_keys`.
+    required_keys: keys that each record must have besides `step` and the KEYS of this log.
+
+    Raises ValueError if a line is damaged or a record lacks a key.
     """
     if not path.exists():
         return
@@ -361,16 +375,16 @@ def read_log(path: Path, required_keys: Collection[str] = ()) -> Iterator[dict[s
                     raise TypeError
             except (ValueError, AttributeError, TypeError) as error:
                 raise ValueError(
-                    f"{path}, line {number} is damaged; remove it to go on without it"
+                    f"{path}, line {number} is damaged; remove that line to continue without it"
                 ) from error
             yield record
 
 
 class JsonLines:
     """
-    An append-only file with one JSON object per line, flushed after each.
+    A log file with one JSON object per line, which is flushed after each line.
 
-    If `kept` is False, it writes and reads nothing.
+    If `kept` is False, nothing is written and nothing is read.
     """
 
     def __init__(self, path: Path, kept: bool = True):
@@ -380,17 +394,18 @@ class JsonLines:
             path.touch()
 
     def write(self, record: dict[str, Any]) -> None:
+        """Append a record to the file."""
         if self.kept:
-            check_still_owned(self.path.parent)
-            with names_path(self.path), self.path.open("a", encoding="utf-8") as file:
+            refuse_replaced_run_dir(self.path.parent)
+            with add_path_to_os_errors(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Read every record, as `read_log` does."""
+        """Return all records in the file."""
         return list(read_log(self.path)) if self.kept else []
 
     def truncate_after(self, step: int) -> None:
-        """Remove everything from the first record of a later step, and an unfinished last line."""
+        """Remove the first record of a later step and all that follows, and an incomplete line."""
         if not self.kept:
             return
         num_kept = 0
@@ -403,8 +418,8 @@ class JsonLines:
             os.truncate(self.path, num_bytes)
 
 
-def without_infinities(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with None in place of inf and nan, which JSON does not have."""
+def replace_infinities(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a record with None in place of inf and nan, which JSON cannot express."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
@@ -413,17 +428,18 @@ def without_infinities(record: dict[str, Any]) -> dict[str, Any]:
 
 def replace_text(path: Path, text: str) -> None:
     """
-    Write a file under a temporary name and rename it, so that a full disk leaves the old file.
+    Write a text under a temporary name, and rename the file so that it replaces the file at `path`.
 
-    Raises ValueError if the path is not a regular file.
+    If the disk is full, the old file is not changed. Raises ValueError if `path` exists but is not
+    a regular file.
     """
     path = path.resolve()
-    check_still_owned(path.parent)
-    if path.exists() and not path.is_file():  # renaming would put a file in place of a device
-        raise ValueError(f"{path} is no file; name another")
+    refuse_replaced_run_dir(path.parent)
+    if path.exists() and not path.is_file():  # Renaming would replace a device by a file.
+        raise ValueError(f"{path} is not a regular file; choose another path")
     scratch = path.with_name(path.name + ".partial")
     try:
-        with names_path(path):  # a failed write does not name its file
+        with add_path_to_os_errors(path):  # The error from a failed write names no file.
             scratch.write_text(text, encoding="utf-8")
         os.replace(scratch, path)
     finally:

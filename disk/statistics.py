@@ -1,43 +1,45 @@
 """
-Means over problems and their confidence intervals, with unreadable values left out.
+Computes means over problems and confidence intervals of these means.
 
-This file does not cover how an evaluation's figures are written in words (eval_record.py).
+Unreadable values, which are nan, are left out. eval_record.py describes the figures in words.
 """
 
 import math
 
 import numpy as np
 
-WILSON_Z = 1.96  # the 97.5% point of the normal distribution
+WILSON_Z = 1.96  # the 97.5% quantile of the normal distribution
 
 
 def mean(values: np.ndarray) -> float | None:
-    """The mean of the readable values; None if there are none."""
+    """The mean of the values that are not nan, or None if there are no such values."""
     readable = values[~np.isnan(values)]
     return float(readable.mean()) if readable.size else None
 
 
-def half_width(by_problem: np.ndarray) -> float | None:
+def confidence_half_width(by_problem: np.ndarray) -> float | None:
     """
-    Half the width of the 95% confidence interval of a mean over problems; None below two values.
+    Half the width of the 95% confidence interval of the mean of one value per problem.
 
-    For zeros and ones, this is the distance from the mean to the farther end of Wilson's interval,
-    which has a width even if all values are equal. For other values, the interval is Student's. If
-    these are all equal, the result is None, because they do not determine a width.
+    If all values are 0 or 1, this is the distance from the mean to the farther end of the Wilson
+    interval, which is above 0 even if all values are equal. For other values, the interval is based
+    on Student's t-distribution. Values that are nan are left out.
+
+    Returns None if there are fewer than two values, or if all values are equal but not 0 or 1.
     """
     readable = by_problem[~np.isnan(by_problem)]
     if readable.size < 2:
         return None
     if np.isin(readable, (0, 1)).all():
-        return _wilson_half_width(readable)
+        return _wilson_confidence_half_width(readable)
 
     deviation = readable.std(ddof=1)
-    width = student_t(readable.size - 1) * deviation / math.sqrt(readable.size)
+    width = student_t_quantile(readable.size - 1) * deviation / math.sqrt(readable.size)
     return float(width) or None
 
 
-def _wilson_half_width(outcomes: np.ndarray) -> float:
-    """The distance from the mean of zeros and ones to the farther end of Wilson's interval."""
+def _wilson_confidence_half_width(outcomes: np.ndarray) -> float:
+    """The distance from the mean of zeros and ones to the farther end of the Wilson interval."""
     fraction = outcomes.mean()
     size = WILSON_Z**2 / outcomes.size
     center = (fraction + size / 2) / (1 + size)
@@ -45,11 +47,11 @@ def _wilson_half_width(outcomes: np.ndarray) -> float:
     return float(abs(fraction - center) + math.sqrt(variance) / (1 + size))
 
 
-def student_t(degrees_of_freedom: int) -> float:
+def student_t_quantile(degrees_of_freedom: int) -> float:
     """
-    The 97.5% point of Student's t for these degrees of freedom, within 0.15%.
+    The 97.5% quantile of Student's t-distribution, with an error of at most 0.15%.
 
-    Source for three degrees of freedom and more: Abramowitz and Stegun, 26.7.5.
+    Source of the formula for three or more degrees of freedom: Abramowitz and Stegun, 26.7.5.
     """
     if degrees_of_freedom < 3:
         return (12.706, 4.303)[degrees_of_freedom - 1]

@@ -1,1 +1,1 @@
-"""Held-out evaluation: the answers, their grades, and other measurements of them."""
+"""Evaluates a model on held-out problems by sampling answers, grading them and measuring them."""

@@ -1,10 +1,11 @@
 """
-The measurements of an evaluation: rewards, form, categories and the distance to another model.
+Measures answers by their rewards, grades, lengths, repetition and KL divergence.
 
-This file does not cover how answers are generated and how figures become a record
-(evaluation/evaluate.py).
+This file does not cover how answers are generated, or how figures are collected in a record
+(evaluation/score_task.py).
 
-Axes: P problems, K samples of each, N = P * K completions, problem-major; T completion positions.
+Axes: P problems, K samples of each, N = P * K completions in the order of their problems, T
+completion positions.
 """
 
 from collections.abc import Sequence
@@ -17,28 +18,29 @@ import gwen
 import lora
 import tasks
 from disk import statistics
-from judging.rubrics import Grader
+from judging.grader import Grader
 from layers import lm_head
 from machine import alive, world
-from prompts.examples import prompt_text
-from rewards.form import is_degenerate, is_refusal, repetition
-from rewards.rewards import Logged
+from prompts.examples import last_user_text
+from rewards.form import is_degenerate, is_refusal, repeated_4gram_fraction
+from rewards.rewards import LoggedValues
 from step.batch import completion_hidden_states, make_batches
 from step.sample import Sample, pad_rows
 from step.scoring import assign_rewards, compute_rewards, judge_samples
 
-REFERENCE_TOKENS = 2048  # positions in one batch of the reference model
+REFERENCE_TOKENS = 2048  # the number of token positions in one batch of the reference model
 
 
-def grade(
+def reward_and_grade(
     task: tasks.Task, grader: Grader | None, samples: list[Sample]
-) -> tuple[list[Sample], np.ndarray, Logged]:
+) -> tuple[list[Sample], np.ndarray, LoggedValues]:
     """
-    The samples with their rewards, the reported values, (N,), and the logs of reward functions.
+    Returns the samples with their rewards, the samples' values (N,), and the logs of the rewards.
 
-    A sample's value is 1 for a right answer. Without a verifier the value is the weighted sum of
-    the rewards. As in training, an unreadable judge score then counts as the mean of the other
-    scores. The value nan means that the value is unknown.
+    With a verifier, a sample's value is the verifier's grade, which is 1 for a right answer.
+    Without a verifier, the value is the weighted sum of the rewards, in which the mean of the
+    readable judge scores replaces each unreadable one, as in training. A value of nan means that
+    the value is unknown.
     """
     components, logged = compute_rewards(task.rewards, samples, task.reward_weights)
     scores = None
@@ -51,24 +53,26 @@ def grade(
     )
 
     if task.verifier is None:
-        return samples, logged_rewards(samples), logged
+        return samples, stack_logged_rewards(samples), logged
     verified, _ = compute_rewards({"correct": task.verifier}, samples)
     return samples, verified["correct"], logged
 
 
-def logged_rewards(samples: list[Sample]) -> np.ndarray:
-    """The reward of each sample, (N,); nan where it is unreadable."""
-    return np.array([sample.logged_reward for sample in samples])
+def stack_logged_rewards(samples: list[Sample]) -> np.ndarray:
+    """Returns an array (N,) with the reward of each sample; an unreadable reward becomes nan."""
+    return np.array([sample.reward_or_nan_if_unreadable for sample in samples])
 
 
-def measure_divergence(reference: gwen.Model, samples: list[Sample], temperature: float) -> float:
+def mean_kl_to_reference(reference: gwen.Model, samples: list[Sample], temperature: float) -> float:
     """
-    The KL divergence of the sampling policy from the model before training, in nats per token.
+    Returns the mean KL divergence per token of the sampling policy from the model before training.
 
-    It is the mean of the estimator k3 over completion tokens: exp(d) - d - 1, where d is
-    log reference - log policy, at most `grpo.LARGEST_KL_LOG_RATIO`. It is computed in float64.
-    reference: a model that `lora.with_initial_weights` turns into the one before training.
-    Source: see `grpo.kl_term`.
+    The divergence, in nats, is the mean over completion tokens of the estimator
+    k3 = exp(d) - d - 1, where d is log reference - log policy, capped at
+    `grpo.LARGEST_KL_LOG_RATIO`. The divergence is computed in float64. `grpo.kl_term` names the
+    source of the estimator.
+
+    reference: a model that `lora.with_initial_weights` turns into the model before training.
     """
     batches = make_batches(samples, REFERENCE_TOKENS, "off")
     local_batches = [batch for batch in batches if batch.is_local]
@@ -82,12 +86,12 @@ def measure_divergence(reference: gwen.Model, samples: list[Sample], temperature
                 temperature=temperature,
                 gradient=False,
             )
-            rows = np.array(logprobs * batch.mask)  # computes the lazy arrays now
+            rows = np.array(logprobs * batch.mask)  # this computes the lazy arrays
             local_logprobs |= dict(zip(batch.rows, rows, strict=True))
 
     policy = pad_rows([sample.logprobs for sample in samples if sample.logprobs is not None])
     reference_logprobs = []
-    for sample, row in zip(samples, world.gather_by_number(local_logprobs), strict=True):
+    for sample, row in zip(samples, world.gather_sorted_by_number(local_logprobs), strict=True):
         reference_logprobs.append(row[: len(sample.loss_positions)])
     difference = pad_rows(reference_logprobs) - policy
     difference = np.minimum(difference, grpo.LARGEST_KL_LOG_RATIO)
@@ -96,8 +100,8 @@ def measure_divergence(reference: gwen.Model, samples: list[Sample], temperature
     return float(k3.sum() / num_tokens)
 
 
-def mean_entropy(samples: list[Sample]) -> float | None:
-    """The mean entropy of the tokens; None for a server's answers, which have no entropies."""
+def mean_token_entropy(samples: list[Sample]) -> float | None:
+    """Returns the mean entropy of all tokens, or None if a server sampled the answers."""
     entropies = [sample.entropies for sample in samples if sample.entropies is not None]
     if not entropies:
         return None
@@ -105,15 +109,20 @@ def mean_entropy(samples: list[Sample]) -> float | None:
     return float(pad_rows(entropies).sum() / num_tokens)
 
 
-def measure_form(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """The lengths of the answers, and signs that an answer has no content, each (N,)."""
+def measure_length_refusal_and_repetition(samples: list[Sample]) -> dict[str, np.ndarray]:
+    """
+    Returns the length of each answer, and signs that the answer has no content, (N,) each.
+
+    The signs are that the answer is cut off, refuses to answer, repeats text or is degenerate.
+    """
     forms: dict[str, list[float]] = {
         "tokens": [len(sample.loss_positions) for sample in samples],
         "truncated_frac": [sample.finish_reason == "length" for sample in samples],
         "refusals": [is_refusal(sample.text) for sample in samples],
-        "repeated": [repetition(sample.text) for sample in samples],
+        "repeated": [repeated_4gram_fraction(sample.text) for sample in samples],
         "degenerate": [
-            is_degenerate(sample.text, prompt_text(sample.example["prompt"])) for sample in samples
+            is_degenerate(sample.text, last_user_text(sample.example["prompt"]))
+            for sample in samples
         ],
     }
     return {name: np.array(values, np.float64) for name, values in forms.items()}
@@ -122,30 +131,34 @@ def measure_form(samples: list[Sample]) -> dict[str, np.ndarray]:
 def compute_figures(
     task: tasks.Task, sampled: list[Sample], values: np.ndarray, num_samples: int
 ) -> dict[str, np.ndarray]:
-    """Figures, each (P,), of the values (N,). A task with a verifier also has pass@1 and pass@K."""
-    means = mean_by_problem(values, num_samples)
+    """
+    Returns figures, (P,) each, that summarize the values (N,) of each problem's samples.
+
+    The figures of a task with a verifier include pass@1 and pass@K.
+    """
+    means = mean_over_samples(values, num_samples)
     figures = {task.metric: means, "mean_at_k": means}
     if task.verifier is None:
         return figures
 
     by_problem = values.reshape(-1, num_samples)
-    # with all K samples, these are the unbiased estimates
+    # because all K samples are used, these are the unbiased estimates
     figures["pass_at_1"] = by_problem.mean(1)
     figures[f"pass_at_{num_samples}"] = by_problem.max(1)
     has_all_rewards = sampled[0].scores is not None or task.rubric is None
     has_other_reward = any(reward is not task.verifier for reward in task.counted_rewards.values())
     if has_all_rewards and has_other_reward:
-        figures["score"] = mean_by_problem(logged_rewards(sampled), num_samples)
+        figures["score"] = mean_over_samples(stack_logged_rewards(sampled), num_samples)
     return figures
 
 
-def split_by_category(
+def split_figures_by_category(
     figures: dict[str, np.ndarray], categories: Sequence[Any]
 ) -> dict[str, np.ndarray]:
     """
-    The accuracy and the judge's criteria by category; empty if there is only one category.
+    Returns the accuracy and the judge's criteria for each category, if there are at least two.
 
-    categories: the category of each of the P problems, None for a problem without one.
+    categories: the category of each of the P problems, or None for a problem without a category.
     """
     kinds = sorted({*categories} - {None})
     if len(kinds) < 2:
@@ -159,12 +172,12 @@ def split_by_category(
     return split
 
 
-def mean_by_problem(column: np.ndarray, num_samples: int) -> np.ndarray:
-    """The mean over each problem's samples, (N,) -> (P,); nan if no value is readable."""
+def mean_over_samples(column: np.ndarray, num_samples: int) -> np.ndarray:
+    """Returns the mean over each problem's samples, (N,) -> (P,); nan if none is readable."""
     means = [statistics.mean(row) for row in column.reshape(-1, num_samples)]
     return np.array(means, np.float64)  # None becomes nan
 
 
 def round_for_json(values: np.ndarray) -> Any:
-    """A list of the values, rounded to four decimals for JSON; None in place of nan."""
+    """Returns the values as a list for JSON, rounded to four decimals, with None instead of nan."""
     return np.where(np.isnan(values), np.array(None), values.round(4).astype(object)).tolist()

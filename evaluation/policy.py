@@ -1,12 +1,12 @@
 """
-The model that an evaluation or a chat uses, and the settings of the run that trained it.
+Loads the model that an evaluation or a chat uses, and the settings of the run that trained it.
 
-A policy on a server is in evaluation/served_policy.py.
+This file does not cover a model on a server (evaluation/served_policy.py).
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gwen
 import lora
@@ -17,37 +17,46 @@ from settings.checks import check_settings
 from settings.sources import load_recipe
 
 
+class LoadedPolicy(NamedTuple):
+    model: gwen.Model
+    tokenizer: Any
+    contains_base: bool  # whether switching the adapter off restores the model before training
+
+
 def load_policy(
     name: str, adapter: str | None, start: str | None = None, end_tokens: Sequence[str] = ()
-) -> tuple[gwen.Model, Any, bool]:
+) -> LoadedPolicy:
     """
-    The model with its adapter, the tokenizer, and whether the model contains its initial weights.
+    Loads a model with its adapter and its tokenizer.
 
-    It contains them if they come back when the adapter is switched off. start: the adapter before
-    training.
+    adapter: the adapter's directory, or None to load the model without an adapter. start: the
+    directory of the adapter with which training started.
     """
-    if adapter is None or adapters.is_full_weights(adapter):
+    if adapter is None or adapters.is_full_weight_adapter(adapter):
         model, tokenizer = gwen.load(name, adapter=adapter, end_tokens=end_tokens)
-        return model, tokenizer, adapter is None
+        return LoadedPolicy(model, tokenizer, adapter is None)
 
-    model_choice.warn_of_other_base(adapter, name)
+    model_choice.warn_of_different_base(adapter, name)
     model, tokenizer = gwen.load(name, end_tokens=end_tokens)
-    lora.attach_adapter(model, adapter, start)
-    return model, tokenizer, True
+    lora.attach_saved_adapter(model, adapter, start)
+    return LoadedPolicy(model, tokenizer, True)
 
 
-def load_run_config(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
+def load_run_config_and_set_template_date(
+    run: str, flags: dict[str, Any], data: str | None = None
+) -> Config:
     """
-    The settings of the run in the directory `run`, overridden by flags.
+    Returns the settings of the run in the directory `run`, overridden by flags.
 
-    After this call chat templates use the day on which the run started. A run of --loss-type sft is
-    treated as a run that samples answers: to the problems of `data`, if given, else to those of its
-    task, which has none if it is own.
+    After this call, chat templates use the date on which the run started as today's date. Of the
+    settings of a run with --loss-type sft, only the model, the task and the thinking mode are used,
+    because an evaluation samples answers. If `data` is given, the task of a run with --loss-type
+    sft becomes "own".
 
-    Raises ValueError if the directory contains no run.
+    Raises ValueError if the directory does not contain a run.
     """
-    settings = load_recipe(run_files.config_file(run))
-    chat_template.set_template_date(run_files.start_date(Path(run)))
+    settings = load_recipe(run_files.find_config_file(run))
+    chat_template.set_template_date(run_files.read_start_date(Path(run)))
     if settings.get("loss_type") == "sft":
         names = [name for name in ("model", "task", "thinking") if name in settings]
         settings = {name: settings[name] for name in names}

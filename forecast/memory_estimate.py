@@ -1,16 +1,16 @@
 """
-An estimate of the memory that a run needs, from its settings and its model's configuration alone.
+Estimates the memory that a run needs, from its settings and the configuration of its model alone.
 
-Some things stay in memory: weights, adapters, the optimizer's state and Python. In addition, a step
-needs memory for its three phases, which follow one another: rollout, judging and update. The
-largest phase decides the peak. The estimate assumes that every completion is as long as allowed and
-that a step has the longest prompts.
+Weights, adapters, the state of the optimizer, and Python stay in memory during the whole run. Each
+step also needs memory for three phases: rollout, judging and update. The phases follow one another,
+so the largest phase determines the peak. The estimate assumes that every completion is as long as
+the settings allow, and that a step contains the longest prompts.
 
-The bytes of weights, moments, caches and logits are counted. The bytes that a layer keeps for its
-gradient are one constant, measured on a CPU, times the layer's widths. A test checks that the
-estimate is between 5% below and 30% above the measured peak. This file does not cover the bytes of
-one position or one row (step/rows.py), the machine's memory (machine/memory.py) and the time of a
-step (forecast/time_estimate.py).
+The bytes of weights, moments, caches and logits are counted exactly. The bytes that a layer keeps
+for its gradient are the widths of the layer times a constant that was measured on a CPU. A test
+checks that the estimate is at most 5% below and at most 30% above the measured peak. row_memory.py
+estimates the bytes of one position or one completion, time_estimate.py estimates the time of a
+step, and machine/memory.py measures the memory of this machine.
 
 Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vocabulary, C hidden,
 H query heads, K kv heads, D head dim, F mlp width.
@@ -25,104 +25,112 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import gwen
-from config import Config, ModelSettings, Sizes
+from config import Config, MemoryDependentSizes, ModelSettings
 from disk import checkpoint, hub, model_choice
+from forecast.row_memory import (
+    ROOM,
+    USUAL_ROWS,
+    cache_bytes_per_token,
+    choose_rollout_rows,
+    delta_state_bytes_per_row,
+    forward_bytes_per_position,
+    layer_bytes_per_position,
+    rollout_bytes,
+    uses_kernels,
+)
 from judging import rubrics
-from kv_cache import round_up
+from judging.evaluations import REPLY_TOKENS
+from kv_cache import round_up_to_chunk
 from layers import attention, lm_head
 from machine import gpu, memory, world
 from step import batch
-from step.rows import (
-    ROOM,
-    USUAL_ROWS,
-    choose_rollout_rows,
-    column_bytes,
-    forward_bytes,
-    layer_bytes,
-    rollout_bytes,
-    state_bytes,
-    uses_kernels,
-)
 
 
 def gpu_memory_limit(memory_bytes: int) -> int:
-    """The bytes that macOS recommends for a GPU's working set, such as 11.45e9 of 16 GB."""
+    """The bytes of memory that macOS recommends for the GPU, such as 11.45e9 of 16 GB."""
     return 2 * memory_bytes // 3
 
 
 LAPTOP = gpu_memory_limit(2**34)
-PYTHON_BYTES = 170_000_000  # 30 MB of them are for reading data
-TOKENIZER_BYTES = 700  # bytes for each token of the vocabulary
-# Positions of a micro-batch. On a CPU an update with 8192 positions took as long as with 1024 for
-# random:2m, and 1.5 times as long for random:30m.
+PYTHON_BYTES = 170_000_000  # These include 30 MB for reading data.
+TOKENIZER_BYTES = 700  # bytes per token in the vocabulary
+
+# The number of positions in a micro-batch. On a CPU, an update with 8192 positions took as long as
+# an update with 1024 positions for random:2m, and 1.5 times as long for random:30m.
 BUDGET = 1024
 GPU_BUDGET = 2048
-# The memory of a layer while its gradient is computed, as a multiple of the intermediate results
-# that the layer keeps. LINEAR_: the same for a gated delta net, which needs less because it
-# computes the levels of a prompt tree one after the other.
-WORKING = 1.7  # in addition to what all layers keep
+# The next five numbers give the memory of a layer while its gradient is computed, as a multiple of
+# the intermediate results that the layer keeps. A gated delta net (LINEAR_) needs less memory,
+# because it computes the levels of a prompt tree one after the other.
+WORKING = 1.7  # added to the memory for the results that all layers keep
 LINEAR_WORKING = 1.1
 RECOMPUTED = 2.4  # for a layer whose intermediate results are computed again
-RECOMPUTED_SHARED = 2.0  # the same, if rows share their prompts
+RECOMPUTED_SHARED = 2.0  # for such a layer if completions share their prompts
 LINEAR_RECOMPUTED = 1.6
-TEMPLATE_TOKENS = 30  # tokens that a chat template and a judge's tags add to a text
+TEMPLATE_TOKENS = 30  # the number of tokens that a chat template or a judge prompt adds to a text
 TOKEN_CHARACTERS = 4
-TILES_IN_FLIGHT = 9  # tiles of log-probabilities that are in memory because MLX computes ahead
+# MLX computes ahead, so this number of tiles of log-probabilities is in memory at the same time.
+TILES_IN_FLIGHT = 9
 
 
 class MemoryNeed(NamedTuple):
-    """The bytes that stay in memory, by name, and the additional bytes of each phase."""
+    """The bytes that a run needs: those that stay in memory, and those of each phase, by name."""
 
     resident: dict[str, int]
     phases: dict[str, int]
 
     @property
-    def total(self) -> int:
+    def peak_bytes(self) -> int:
+        """The bytes in memory during the largest phase."""
         return sum(self.resident.values()) + max(self.phases.values())
 
 
 class RunDemand(NamedTuple):
-    """The facts that decide the memory of a run, together with its `Sizes`."""
+    """The facts that determine the memory of a run, together with the MemoryDependentSizes."""
 
     model: hub.ModelConfig
     dtype: mx.Dtype
     config: Config
-    prompt_lengths: list[int]  # for --loss-type sft: the lengths of conversations
-    rubric: Path | None = None  # the judge's rubric
-    response_length: int | None = None  # the most tokens after a prompt; None: max_tokens
+    prompt_lengths: list[int]  # numbers of tokens; for --loss-type sft, of whole conversations
+    rubric: Path | None = None  # the rubric of the judge
+    response_length: int | None = None  # maximum number of tokens after a prompt; None: max_tokens
 
     @property
-    def longest_prompts(self) -> list[int]:
-        """The lengths of a step's prompts, ascending, if the step has the longest prompts."""
+    def longest_prompt_lengths(self) -> list[int]:
+        """The lengths of the prompts in a step with the longest prompts, in ascending order."""
         return sorted(self.prompt_lengths)[-self.config.sampling.batch :]
 
     @property
-    def longest_response(self) -> int:
-        """The most tokens that follow a prompt."""
+    def max_response_tokens(self) -> int:
+        """The maximum number of tokens after a prompt."""
         return self.response_length or self.config.sampling.max_tokens
 
     @property
     def is_sft(self) -> bool:
-        """Whether the run trains on given replies and samples nothing."""
+        """Whether the run trains on given replies and does not sample completions."""
         return self.config.objective.loss_type == "sft"
 
     @property
     def group_size(self) -> int:
-        """The number of completions of a prompt; 1 if replies are given, one for each prompt."""
+        """The number of completions per prompt, which is 1 if the replies are given."""
         return 1 if self.is_sft else self.config.sampling.groups
 
     @property
-    def completion_tokens(self) -> int:
-        """The most tokens of a completion; 1 if replies are given, as they count as prompts."""
-        return 1 if self.is_sft else self.longest_response
+    def max_completion_tokens(self) -> int:
+        """
+        The maximum number of tokens in a completion.
+
+        The number is 1 if the replies are given, because given replies count as prompt tokens.
+        """
+        return 1 if self.is_sft else self.max_response_tokens
 
     @property
-    def judge(self) -> hub.ModelConfig | None:
-        """The model that judges on this machine, if any."""
+    def judge_config(self) -> hub.ModelConfig | None:
+        """The configuration of the judge model, or None if no judge runs on this machine."""
         if self.rubric is None or self.config.judge.url:
             return None
-        with model_choice.blame_flag("--judge-model"):
-            if self.config.judges_itself:
+        with model_choice.name_flag_in_errors("--judge-model"):
+            if self.config.judges_with_base_model:
                 return self.model
             return model_choice.load_config(self.config.judge.model)
 
@@ -131,20 +139,22 @@ class RunDemand(NamedTuple):
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of parameters: all, those in the matrices of layers, and those that are trained."""
+    """Numbers of parameters in a model."""
 
-    weights: int
-    matmuls: int
-    trained: int
+    weights: int  # all parameters of the model
+    matmuls: int  # the parameters in the matrices of layers
+    trained: int  # the parameters that are trained
 
 
 def count_parameters(
     model: hub.ModelConfig, adapters: ModelSettings | None = None
 ) -> ParameterCounts:
     """
-    Counts a model's parameters. It multiplies one layer of each kind by the number of such layers.
+    Count the parameters of a model, without loading or computing any weights.
 
-    The arrays are lazy, so nothing is computed. adapters: None for a model without adapters.
+    The parameters in one layer of each kind are multiplied by the number of layers of that kind.
+
+    adapters: the settings of adapters; None means that all weights are trained.
     """
     kinds = tuple(dict.fromkeys(model.layer_kinds))
     small_model = gwen.Model(dataclasses.replace(model, layer_kinds=kinds))
@@ -169,29 +179,33 @@ def count_parameters(
     return ParameterCounts(weights, matmuls, rank * adapted_widths if rank else weights)
 
 
-def frozen_bytes(name: str, model: hub.ModelConfig, dtype: mx.Dtype) -> int:
-    """The bytes of the weights of a judge or teacher. Weights of few bits stay packed on a GPU."""
+def frozen_weight_bytes(name: str, model: hub.ModelConfig, dtype: mx.Dtype) -> int:
+    """
+    Return the bytes of the weights of a model that is not trained, such as a judge or a teacher.
+
+    On a GPU, quantized weights stay quantized.
+    """
     if not (model.packing and gpu.on_gpu()):
         return count_parameters(model).weights * dtype.size
-    packed_model = gwen.load_model(hub.find_model(name), dtype, packed=True, lazy=True)
+    packed_model = gwen.load_model(hub.find_model_directory(name), dtype, packed=True, lazy=True)
     return sum(array.nbytes for _, array in tree_flatten(packed_model.parameters()))
 
 
 # ---- bytes of the parts of a run
 
 
-def estimate(demand: RunDemand, sizes: Sizes) -> MemoryNeed:
-    """The most memory that a run needs."""
+def estimate_memory(demand: RunDemand, sizes: MemoryDependentSizes) -> MemoryNeed:
+    """Estimate the maximum memory that a run needs."""
     phases = {
         "rollout": rollout_phase_bytes(demand, sizes.rollout_batch_size),
-        "judging": judging_bytes(demand),
-        "update": update_bytes(demand, sizes),
+        "judging": judging_phase_bytes(demand),
+        "update": update_phase_bytes(demand, sizes),
     }
     return MemoryNeed(resident_bytes(demand), phases)
 
 
 def resident_bytes(demand: RunDemand) -> dict[str, int]:
-    """The bytes that stay in memory in every phase, by name."""
+    """Return the bytes that stay in memory during all phases, by name, such as "weights"."""
     model = demand.model
     dtype = demand.dtype
     config = demand.config
@@ -200,7 +214,7 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
     counts = count_parameters(model, config.model)
     weights = counts.weights * dtype.size
 
-    # float32 weights that are trained need no masters; 16-bit adapters are copies of masters
+    # Trained float32 weights need no float32 copy. 16-bit adapters are copies of float32 adapters.
     num_masters = counts.trained if rank or dtype != mx.float32 else 0
     copy_size = dtype.size if rank and dtype != mx.float32 else 0
     resident = {"weights": weights}
@@ -208,50 +222,58 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
     resident["optimizer"] = 0 if config.optimizer.kind == "sgd" else 8 * counts.trained
 
     if teacher:
-        with model_choice.blame_flag("--teacher"):
+        with model_choice.name_flag_in_errors("--teacher"):
             teacher_model = model if teacher == "self" else model_choice.load_config(teacher)
         shares_weights = teacher == "self" and rank
-        teacher_weights = 0 if shares_weights else frozen_bytes(teacher, teacher_model, dtype)
+        teacher_weights = (
+            0 if shares_weights else frozen_weight_bytes(teacher, teacher_model, dtype)
+        )
         num_completions = config.sampling.batch * demand.group_size
-        # the teacher keeps the hidden states of all completions for the update
-        num_states = num_completions * demand.completion_tokens * teacher_model.hidden_size
+        # The hidden states of the teacher for all completions are kept for the update.
+        num_states = num_completions * demand.max_completion_tokens * teacher_model.hidden_size
         resident["teacher"] = teacher_weights + num_states * dtype.size
 
-    judge = demand.judge
-    if judge and not config.judges_itself:
-        resident["judge"] = frozen_bytes(config.judge.model, judge, dtype)
+    judge = demand.judge_config
+    if judge and not config.judges_with_base_model:
+        resident["judge"] = frozen_weight_bytes(config.judge.model, judge, dtype)
 
-    # a frozen copy of the model, in addition to the weights that are trained
-    is_reference = bool(config.objective.beta) or (judge is not None and config.judges_itself)
+    # A frozen copy of the model may be needed in addition to the weights that are trained.
+    is_reference = bool(config.objective.beta) or (
+        judge is not None and config.judges_with_base_model
+    )
     has_base = not rank and teacher != "self" and is_reference
     resident["base"] = weights if has_base else 0
     resident["Python"] = PYTHON_BYTES + TOKENIZER_BYTES * model.vocab_size
     return resident
 
 
-def rollout_phase_bytes(demand: RunDemand, rows: int) -> int:
-    """The bytes of a rollout with `rows` rows at once, for caches and intermediate results."""
+def rollout_phase_bytes(demand: RunDemand, rows_at_once: int) -> int:
+    """
+    Return the bytes that a rollout needs for caches and intermediate results.
+
+    rows_at_once: the number of completions that are sampled at the same time.
+    """
     if demand.is_sft:
         return 0
     cache_bytes, working_bytes = rollout_bytes(
         demand.model,
         demand.dtype,
-        demand.longest_prompts,
+        demand.longest_prompt_lengths,
         demand.group_size,
-        demand.completion_tokens,
-        rows,
+        demand.max_completion_tokens,
+        rows_at_once,
     )
     return cache_bytes + working_bytes
 
 
-def judging_bytes(demand: RunDemand) -> int:
+def judging_phase_bytes(demand: RunDemand) -> int:
     """
-    The bytes of the judge's cache and forward pass.
+    Return the bytes that the judge needs for its cache and its forward pass.
 
-    The judge's prompts are a tree (judging/prompt_tree.py). Its levels are the rubric's preamble,
-    the questions, the answers and the criteria.
+    The judge prompts form a tree (judging/prompt_tree.py), whose levels are the preamble of the
+    rubric, the questions, the answers and the criteria.
     """
-    model = demand.judge
+    model = demand.judge_config
     if model is None or demand.rubric is None:
         return 0
     dtype = demand.dtype
@@ -260,61 +282,68 @@ def judging_bytes(demand: RunDemand) -> int:
     longest_criterion = max((criterion.text for criterion in criteria), key=len)
     preamble_tokens = TEMPLATE_TOKENS + len(preamble) // TOKEN_CHARACTERS
     criterion_tokens = TEMPLATE_TOKENS + len(longest_criterion) // TOKEN_CHARACTERS
-    answer_tokens = demand.longest_response
+    answer_tokens = demand.max_response_tokens
 
     rows = settings.chunk_size
     num_answers = max(rows // len(criteria), 1)
-    questions = demand.longest_prompts[-num_answers:]
+    questions = demand.longest_prompt_lengths[-num_answers:]
     question_tokens = max(questions)
     keys = preamble_tokens + question_tokens + answer_tokens + criterion_tokens
 
-    # the positions of each level of the tree
+    # the number of positions in each level of the tree
     question_positions = len(questions) * question_tokens
     answer_positions = num_answers * answer_tokens
     criterion_positions = rows * criterion_tokens
     columns = preamble_tokens + question_positions + answer_positions + criterion_positions
     if settings.mode == "decode":
-        reply_columns = round_up(settings.think + rubrics.REPLY_TOKENS)
-        columns += rows * (round_up(keys) + reply_columns)
+        reply_columns = round_up_to_chunk(settings.think + REPLY_TOKENS)
+        columns += rows * (round_up_to_chunk(keys) + reply_columns)
 
     positions = max(question_positions, answer_positions, criterion_positions)
     logits = 4 * 4 * rows * model.vocab_size
-    working = 1.1 * positions * forward_bytes(model, dtype, keys) + logits
-    num_nodes = 1 + len(questions) + num_answers + rows  # each node keeps a state
-    cache = column_bytes(model, dtype) * columns + state_bytes(model, dtype) * num_nodes
+    working = 1.1 * positions * forward_bytes_per_position(model, dtype, keys) + logits
+    num_nodes = 1 + len(questions) + num_answers + rows  # Each node keeps a state.
+    cache = (
+        cache_bytes_per_token(model, dtype) * columns
+        + delta_state_bytes_per_row(model, dtype) * num_nodes
+    )
     return int(cache + working)
 
 
 # ---- the update
 
 
-class MicroBatch(NamedTuple):
-    """The sizes of a micro-batch whose completions are all as long as allowed."""
+class MicroBatchSizes(NamedTuple):
+    """The sizes of a micro-batch in which all completions have the maximum length."""
 
     num_rows: int
-    num_positions: int  # positions that layers compute
-    longest_prompt: int
-    shares_prompts: bool  # whether rows with the same prompt compute it only once
+    num_positions: int  # the number of positions that layers compute
+    longest_prompt: int  # the number of tokens in the longest prompt
+    shares_prompts: bool  # whether a prompt is computed only once for all its completions
 
 
-def plan_micro_batches(demand: RunDemand, sizes: Sizes) -> list[MicroBatch]:
-    """The micro-batches of a step whose completions are all as long as allowed."""
+def plan_micro_batches(demand: RunDemand, sizes: MemoryDependentSizes) -> list[MicroBatchSizes]:
+    """Divide a step into micro-batches, as if all completions had the maximum length."""
     prompts: list[list[int]] = []
-    for number, length in enumerate(demand.longest_prompts):
-        prompt = [number] * length  # its ids differ from those of every other prompt
+    for number, length in enumerate(demand.longest_prompt_lengths):
+        prompt = [number] * length  # No two prompts share ids.
         prompts += [prompt] * demand.group_size
-    lengths = np.full(len(prompts), demand.completion_tokens)
-    shares_prompts, plan = batch.plan_batches(prompts, lengths, sizes.train_token_budget, "auto")
+    lengths = np.full(len(prompts), demand.max_completion_tokens)
+    shares_prompts, plan = batch.plan_batches_and_sharing(
+        prompts, lengths, sizes.train_token_budget, "auto"
+    )
 
     micro_batches = []
     for rows, num_positions in plan:
         longest_prompt = max(len(prompts[row]) for row in rows)
-        micro_batches.append(MicroBatch(len(rows), num_positions, longest_prompt, shares_prompts))
+        micro_batches.append(
+            MicroBatchSizes(len(rows), num_positions, longest_prompt, shares_prompts)
+        )
     return micro_batches
 
 
-def update_bytes(demand: RunDemand, sizes: Sizes) -> int:
-    """The bytes of an update: those of its largest micro-batch and of the gradient."""
+def update_phase_bytes(demand: RunDemand, sizes: MemoryDependentSizes) -> int:
+    """Return the bytes that an update needs for its largest micro-batch and the gradient."""
     trained = count_parameters(demand.model, demand.config.model).trained
     micro_batches = plan_micro_batches(demand, sizes)
     largest = 0
@@ -323,24 +352,26 @@ def update_bytes(demand: RunDemand, sizes: Sizes) -> int:
         largest = max(largest, num_bytes)
     if len(micro_batches) > 1 or sizes.checkpoint_layers > 0:
         largest += 4 * trained  # the sum of the gradients so far
-    # At the end there are the gradient and the optimizer's new tensors before old ones are freed:
-    # measurements gave 5 to 7 bytes a parameter.
+
+    # At the end of an update, the gradient and new optimizer tensors are in memory before the old
+    # tensors are freed. Measurements showed 5 to 7 bytes per parameter.
     return max(largest, 7 * trained)
 
 
-def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: MicroBatch) -> int:
+def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: MicroBatchSizes) -> int:
     """
-    The bytes of a micro-batch's forward and backward pass.
+    Return the bytes that the forward and backward pass of a micro-batch needs.
 
-    num_recomputed: the number of first layers whose intermediate results are computed again.
+    num_recomputed: the number of layers, counted from the first, whose intermediate results are
+        computed again.
     """
     model = demand.model
     dtype = demand.dtype
     recomputed_kinds = model.layer_kinds[:num_recomputed]
     kept_kinds = model.layer_kinds[num_recomputed:]
-    keys = micro_batch.longest_prompt + demand.completion_tokens - 1
+    keys = micro_batch.longest_prompt + demand.max_completion_tokens - 1
     bytes_of_kind = {
-        kind: micro_batch.num_positions * layer_bytes(model, dtype, keys, kind)
+        kind: micro_batch.num_positions * layer_bytes_per_position(model, dtype, keys, kind)
         for kind in set(model.layer_kinds)
     }
 
@@ -356,7 +387,8 @@ def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: Micro
             factor = LINEAR_RECOMPUTED
         recomputed = max(recomputed, bytes_of_kind[kind] * factor)
     if gpu.on_gpu():
-        scores = (4 + 3 * dtype.size) * attention.MOST_SCORES  # scores in attention's gradient
+        # the scores in the gradient of attention
+        scores = (4 + 3 * dtype.size) * attention.MOST_SCORES
         backward += scores
         recomputed += scores
 
@@ -366,39 +398,39 @@ def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: Micro
 
 
 def recomputed_input_bytes(
-    demand: RunDemand, num_recomputed: int, micro_batch: MicroBatch
+    demand: RunDemand, num_recomputed: int, micro_batch: MicroBatchSizes
 ) -> float:
-    """The bytes of the inputs that layers keep in order to be computed again."""
+    """Return the bytes of the inputs of layers that are computed again in the backward pass."""
     model = demand.model
-    column = column_bytes(model, demand.dtype)
+    column = cache_bytes_per_token(model, demand.dtype)
     position_bytes: float = demand.dtype.size * model.hidden_size
     if not micro_batch.shares_prompts:
         return micro_batch.num_positions * position_bytes * num_recomputed
 
-    # layers also keep the prompts' keys, values and states for the rows that share a prompt
+    # Layers also keep the keys, values and states of prompts for completions that share a prompt.
     position_bytes += column / model.num_hidden_layers
     inputs = micro_batch.num_positions * position_bytes * num_recomputed
-    inputs += micro_batch.num_rows * state_bytes(model, demand.dtype)
-    if gpu.on_gpu():  # the keys and values of all prompts, joined
+    inputs += micro_batch.num_rows * delta_state_bytes_per_row(model, demand.dtype)
+    if gpu.on_gpu():  # The keys and values of all prompts are joined in one array.
         inputs += micro_batch.num_rows * micro_batch.longest_prompt * column
     return inputs
 
 
-def logprob_bytes(demand: RunDemand, micro_batch: MicroBatch) -> int:
-    """The bytes of a micro-batch's log-probabilities and of their gradient."""
+def logprob_bytes(demand: RunDemand, micro_batch: MicroBatchSizes) -> int:
+    """Return the bytes of the log-probabilities of a micro-batch and of their gradient."""
     width = demand.model.hidden_size
     vocabulary = demand.model.vocab_size
-    num_tokens = micro_batch.num_rows * demand.completion_tokens
+    num_tokens = micro_batch.num_rows * demand.max_completion_tokens
     if demand.is_sft:
         num_tokens = micro_batch.num_positions
 
     hidden_states = num_tokens * width * (8 + 2 * demand.dtype.size)
-    if uses_kernels():  # the logits of some rows, and their gradient
+    if uses_kernels():  # The logits of some rows and their gradient are in memory.
         num_rows = min(lm_head.ROWS_AT_ONCE, num_tokens)
         return hidden_states + 2 * demand.dtype.size * num_rows * vocabulary
     num_logits = min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 4 * num_tokens * vocabulary)
     tiles = 4 * num_logits
-    # the gradient of the head is computed in tiles, which are joined at the end
+    # The gradient of the head is computed in tiles, which are joined at the end.
     head = 0 if demand.config.model.lora_rank else 4 * vocabulary * width
     return hidden_states + max(tiles + head, 2 * head)
 
@@ -407,39 +439,44 @@ def logprob_bytes(demand: RunDemand, micro_batch: MicroBatch) -> int:
 
 
 def choose_sizes(
-    demand: RunDemand, most_rows: int = USUAL_ROWS, room: float | None = None
-) -> Sizes:
+    demand: RunDemand, max_rows: int = USUAL_ROWS, available_bytes: float | None = None
+) -> MemoryDependentSizes:
     """
-    Chooses a value for each size whose setting is `auto`.
+    Choose a value for each size whose setting is `auto`.
 
     If a run does not fit, this function first makes the micro-batches smaller. If that is not
-    enough, as few layers as possible compute their intermediate results again, which costs up to a
-    third of the update. A run fits if it needs at most nine tenths of the GPU's memory. Without a
-    GPU the memory of a laptop's GPU is the limit, so that the sizes do not depend on the machine.
+    enough, as few layers as possible compute their intermediate results again, which makes an
+    update up to a third slower. A run fits if it needs at most nine tenths of the GPU memory.
+    Without a GPU, the limit is the GPU memory of a laptop with 16 GB, so that the sizes do not
+    depend on the machine.
 
-    most_rows: the rows of the largest rollout or evaluation. room: bytes; None means the memory of
-    this machine.
+    max_rows: the number of completions in the largest rollout or evaluation.
+    available_bytes: None means the memory of this machine.
     """
     sampling = demand.config.sampling
-    if not room:
-        room = memory.memory_size() if gpu.on_gpu() else LAPTOP
-    free_bytes = ROOM * room - sum(resident_bytes(demand).values())
+    if not available_bytes:
+        available_bytes = memory.usable_memory_bytes() if gpu.on_gpu() else LAPTOP
+    free_bytes = ROOM * available_bytes - sum(resident_bytes(demand).values())
 
-    rows = sampling.rollout_batch_size or most_rows
-    for token_budget, num_recomputed in update_choices(demand):
-        sizes = Sizes(rows, token_budget, num_recomputed)
-        if update_bytes(demand, sizes) <= free_bytes:
+    rows = sampling.rollout_batch_size or max_rows
+    for token_budget, num_recomputed in list_update_size_choices(demand):
+        sizes = MemoryDependentSizes(rows, token_budget, num_recomputed)
+        if update_phase_bytes(demand, sizes) <= free_bytes:
             break
 
     if not sampling.rollout_batch_size:
         rows = choose_rollout_rows(
-            lambda rows: rollout_phase_bytes(demand, rows) <= free_bytes, most_rows
+            lambda rows: rollout_phase_bytes(demand, rows) <= free_bytes, max_rows
         )
     return sizes._replace(rollout_batch_size=rows)
 
 
-def update_choices(demand: RunDemand) -> list[tuple[int, int]]:
-    """Allowed pairs of a token budget and a number of recomputed layers, the fastest first."""
+def list_update_size_choices(demand: RunDemand) -> list[tuple[int, int]]:
+    """
+    List the pairs of a token budget and a number of recomputed layers that the settings allow.
+
+    The pair with which an update is fastest comes first.
+    """
     optimizer = demand.config.optimizer
     num_layers = demand.model.num_hidden_layers
     if optimizer.train_token_budget:
@@ -459,18 +496,18 @@ def update_choices(demand: RunDemand) -> list[tuple[int, int]]:
     return choices
 
 
-def agree_on_sizes(sizes: Sizes) -> Sizes:
-    """The sizes for which every rank has the memory."""
-    all_sizes = [Sizes(*values) for values in world.all_gather(list(sizes))]
-    return Sizes(
+def agree_on_sizes(sizes: MemoryDependentSizes) -> MemoryDependentSizes:
+    """Return sizes that fit into the memory of every machine in the run."""
+    all_sizes = [MemoryDependentSizes(*values) for values in world.all_gather(list(sizes))]
+    return MemoryDependentSizes(
         min(sizes.rollout_batch_size for sizes in all_sizes),
         min(sizes.train_token_budget for sizes in all_sizes),
         max(sizes.checkpoint_layers for sizes in all_sizes),
     )
 
 
-def rubric_path(config: Config) -> Path | None:
-    """The rubric of a run's judge, found from the settings alone, without reading data."""
+def find_rubric_path(config: Config) -> Path | None:
+    """Return the path of the rubric for the judge of a run, or None if no judge is needed."""
     data = config.data
     if data.reward_weights.get("rubric") == 0:
         return None
@@ -484,79 +521,81 @@ def rubric_path(config: Config) -> Path | None:
     return bundled if bundled.is_file() else None
 
 
-# ---- lines for the console
+# ---- lines that are printed
 
 TOO_LARGE = "it does not fit"
-CHANGE = "change: "  # begins the last line if the user should change something
-REMEDIES = {  # part of the memory -> what makes it smaller
+CHANGE = "change: "  # The last line begins with this if the user should change a setting.
+REMEDIES = {  # what to do if a part of the memory is too large, by the name of the part
     "masters": "set --lora-rank 16",
     "optimizer": "set --lora-rank 16",
     "base": "set --lora-rank 16",
-    "weights": "take a smaller --model",
-    "teacher": "take a smaller --teacher",
-    "judge": "take a smaller --judge-model",
+    "weights": "use a smaller --model",
+    "teacher": "use a smaller --teacher",
+    "judge": "use a smaller --judge-model",
     "rollout": "lower --rollout-batch-size or --max-tokens",
     "judging": "lower --judge-chunk-size",
     "update": "lower --train-token-budget, or set --checkpoint-layers on",
 }
 
 
-def memory_line(demand: RunDemand, sizes: Sizes) -> str:
+def format_memory_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
     """
-    A line with the memory that a run needs, by its parts, and with the memory of the machine.
+    Return a line with the memory that a run needs, its parts, and the memory of the machine.
 
-    If the run does not fit, the line names the flag to change.
+    If the run does not fit, the line also names a flag to change.
     """
-    need = estimate(demand, sizes)
-    room = memory.memory_size()
-    resident = list_gigabytes(need.resident)
-    phases = list_gigabytes(need.phases)
+    need = estimate_memory(demand, sizes)
+    room = memory.usable_memory_bytes()
+    resident = format_gigabytes(need.resident)
+    phases = format_gigabytes(need.phases)
     phase_text = ", ".join(phases)
     if len(phases) > 1:
         phase_text = f"the largest of {phase_text}"
     checkpoint_layers = sizes.as_settings()["checkpoint_layers"]
     line = (
-        f"memory: {need.total / 1e9:.2f} of {room / 1e9:.2f} GB = {' + '.join(resident)} + "
+        f"memory: {need.peak_bytes / 1e9:.2f} of {room / 1e9:.2f} GB = {' + '.join(resident)} + "
         f"{phase_text} at --train-token-budget {sizes.train_token_budget} "
         f"--checkpoint-layers {checkpoint_layers}"
     )
 
     if not demand.config.model.lora_rank:
-        disk_bytes = most_checkpoint_bytes(demand, need)
-        line += f"; checkpoints take up to {disk_bytes / 1e9:.1f} GB of disk"
-    if need.total > room:
-        line += f"; {TOO_LARGE}: {suggest_remedy(need, room)}"
+        disk_bytes = max_checkpoint_disk_bytes(demand, need)
+        line += f"; checkpoints need up to {disk_bytes / 1e9:.1f} GB of disk space"
+    if need.peak_bytes > room:
+        line += f"; {TOO_LARGE}: {suggest_memory_remedy(need, room)}"
     return line
 
 
-def list_gigabytes(sizes: dict[str, int]) -> list[str]:
-    """For each size that is not 0 a text with the size in GB and its name."""
+def format_gigabytes(sizes: dict[str, int]) -> list[str]:
+    """Return a text such as "0.52 weights" (in GB) for each size that is not 0."""
     return [f"{size / 1e9:.2f} {name}" for name, size in sizes.items() if size]
 
 
-def most_checkpoint_bytes(demand: RunDemand, need: MemoryNeed) -> int:
-    """The most bytes that the checkpoints take on disk in a run that trains all weights."""
+def max_checkpoint_disk_bytes(demand: RunDemand, need: MemoryNeed) -> int:
+    """Return the maximum disk space for the checkpoints of a run that trains all weights."""
     weights = need.resident["weights"]
     masters = 4 * count_parameters(demand.model).weights
     checkpoint_bytes = masters + need.resident["optimizer"] + weights
-    # one more checkpoint while it is saved, and two adapters, which are all weights
-    return (checkpoint.KEPT + 1) * checkpoint_bytes + 2 * weights
+    # While a checkpoint is saved, there is one more. `adapter` and `adapter-best` hold all weights.
+    return (checkpoint.MAX_CHECKPOINTS + 1) * checkpoint_bytes + 2 * weights
 
 
-def suggest_remedy(need: MemoryNeed, room: int) -> str:
-    """How to make the largest part smaller in a run that needs more than `room` bytes."""
+def suggest_memory_remedy(need: MemoryNeed, room: int) -> str:
+    """Advise how to make the largest part smaller if a run needs more than `room` bytes."""
     if need.resident["Python"] >= room:
-        return "Python and MLX alone need more; take a machine with more memory"
+        return "Python and MLX alone need more memory; use a machine with more memory"
     parts = need.phases if sum(need.resident.values()) <= room else need.resident
     largest = max(REMEDIES.keys() & parts.keys(), key=parts.__getitem__)
     return REMEDIES[largest]
 
 
-def explain_misfit(demand: RunDemand, sizes: Sizes) -> str:
-    """Why the run exceeds this machine's memory, and what to change; "" if it fits."""
-    need = estimate(demand, sizes)
-    room = memory.memory_size()
-    if need.total <= room:
+def explain_memory_misfit(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
+    """Explain why a run does not fit into memory, and advise what to change; "" if it fits."""
+    need = estimate_memory(demand, sizes)
+    room = memory.usable_memory_bytes()
+    if need.peak_bytes <= room:
         return ""
-    sizes_text = f"it needs about {need.total / 1e9:.2f} GB, and this machine has {room / 1e9:.2f}"
-    return f"{TOO_LARGE}: {sizes_text}; {suggest_remedy(need, room)}"
+    sizes_text = (
+        f"it needs about {need.peak_bytes / 1e9:.2f} GB, but this machine has {room / 1e9:.2f} GB"
+    )
+    return f"{TOO_LARGE}: {sizes_text}; {suggest_memory_remedy(need, room)}"

@@ -1,9 +1,9 @@
 """
-Trials: the first steps of a run show whether to go on with the run.
+Tries the first steps of a run, to find out whether the full run is worth starting.
 
-A trial takes a few steps of train.py with a learning rate of 0. So the trial measures the real
-program on the real machine, and all answers are those of the model before training. This file does
-not cover estimates, which run nothing (forecast/memory_estimate.py, forecast/time_estimate.py).
+A trial runs train.py for a few steps with a learning rate of 0. So the trial measures the real
+program on this machine, and all answers come from the model before training. memory_estimate.py
+and time_estimate.py make estimates without running the model.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import gwen
 import tasks
-from config import Config, Sizes
+from config import Config, MemoryDependentSizes
 from disk import hub, model_choice
 from disk.run_files import read_log
 from forecast.memory_estimate import (
@@ -27,51 +27,57 @@ from forecast.memory_estimate import (
     TOO_LARGE,
     RunDemand,
     choose_sizes,
-    explain_misfit,
-    memory_line,
+    explain_memory_misfit,
+    format_memory_line,
 )
 from forecast.time_estimate import format_range
-from judging import rubrics
+from judging.grader import UNREADABLE_WARNING_FRACTION
 from machine import alive, link, memory
 from prompts import chat_template
-from prompts.examples import Example, prompt_key, prompt_text, shorten_value, spread_evenly
-from prompts.held_out import warn_of_few_held_out
+from prompts.examples import Example, hash_prompt, last_user_text, pick_evenly_spaced, shorten_value
+from prompts.held_out import warnings_of_few_held_out
 from rewards import audit, form
 from settings.sources import to_yaml
 from tools.toolbox import make_toolbox
 
 TRY_STEPS = 4
-TRY_SECONDS = 120.0  # after this time a trial begins no further step
-FEW_SIGNALS = 0.25  # if at least this fraction of the groups has a signal, training can learn
-FEW_RIGHT = 0.2  # nearly all answers fail if the mean reward is below this fraction of the range
-MANY_RIGHT = 0.8  # nearly all answers succeed if the mean reward is above this fraction
-MANY_CUT = 0.5  # fraction of the answers
-MANY_DEGENERATE = 0.1  # fraction of the answers
-LONG = 300.0  # seconds; a run without a signal is ended early only if it takes longer
+TRY_SECONDS = 120.0  # A trial does not begin another step after this time.
+
+# If the rewards differ within at least this fraction of the groups, training can learn.
+FEW_SIGNALS = 0.25
+# Nearly all answers fail if the mean reward is below this fraction of the range of rewards, and
+# nearly all answers succeed if it is above the second fraction.
+FEW_RIGHT = 0.2
+MANY_RIGHT = 0.8
+MANY_CUT = 0.5  # If a larger fraction of the answers is cut off, the trial advises a change.
+MANY_DEGENERATE = 0.1  # The trial also advises a change if more answers repeat or copy.
+LONG = 300.0  # seconds; a shorter run is not stopped, even if all rewards in each group are equal
 SHOWN = 5  # the number of answers that are printed
-MOST_RENDERED = 256  # tokens are counted for this many prompts, those with the most characters
+MOST_RENDERED = 256  # Tokens are counted only for this number of prompts, the longest ones.
 WARM_START = "a warm start (docs/warm-start.md)"
 NONE_RIGHT = (
-    "; no answer is right yet, so training may learn only what the reward pays: "
-    "show the model answers first (docs/warm-start.md)"
+    "; no answer is right yet, so the model may learn only to please the reward function: "
+    "first train it on right answers (docs/warm-start.md)"
 )
 
 
-# ---- what a run demands
+# ---- the memory that a run demands
 
 
-def make_demand(config: Config, task: tasks.Task) -> tuple[RunDemand, Sizes]:
+def make_run_demand(config: Config, task: tasks.Task) -> tuple[RunDemand, MemoryDependentSizes]:
     """
-    The demand and the sizes of a run of this task, as train.py estimates them.
+    Return the memory demand of a run, and the sizes that train.py would choose.
 
-    This function reads no weights.
+    The weights of the model are not read.
     """
     model = model_choice.load_config(config.model.name)
     is_random = config.model.name.startswith("random:")
-    tokenizer = hub.load_tokenizer(hub.DEMO if is_random else hub.find_model(config.model.name))
+    tokenizer = hub.load_tokenizer(
+        hub.DEMO if is_random else hub.find_model_directory(config.model.name)
+    )
     toolbox = make_toolbox(config, task.tools, task.environments, tokenizer, model)
 
-    def count_tokens(example: Example) -> int:
+    def count_prompt_tokens(example: Example) -> int:
         if toolbox:
             return len(toolbox.encode_prompt(example))
         prompts = chat_template.encode_prompts(
@@ -85,15 +91,15 @@ def make_demand(config: Config, task: tasks.Task) -> tuple[RunDemand, Sizes]:
         return len(prompts[0])
 
     examples = task.train or task.held_out
-    by_length = sorted(examples, key=lambda example: len(prompt_text(example["prompt"])))
-    lengths = [count_tokens(example) for example in by_length[-MOST_RENDERED:]]
+    by_length = sorted(examples, key=lambda example: len(last_user_text(example["prompt"])))
+    lengths = [count_prompt_tokens(example) for example in by_length[-MOST_RENDERED:]]
     response_length = None
-    if toolbox:  # tool results follow a prompt too
+    if toolbox:  # a response may contain results of tools
         response_length = toolbox.context - max(lengths)
 
     held_out: list[Example] = []
     if config.evaluation.every:
-        held_out = spread_evenly(task.held_out, config.evaluation.limit)
+        held_out = pick_evenly_spaced(task.held_out, config.evaluation.limit)
     rubric = task.rubric
     if rubric is None and held_out:
         rubric = task.witness
@@ -107,63 +113,66 @@ def make_demand(config: Config, task: tasks.Task) -> tuple[RunDemand, Sizes]:
 # ---- the trial
 
 
-def try_run(config: Config) -> Iterator[str]:
+def try_first_steps(config: Config) -> Iterator[str]:
     """
-    Takes the first steps of a run. Yields lines that say what they show and whether to go on.
+    Run the first steps of training. Yields lines with the results and with advice on the full run.
 
-    A run that does not fit into memory is tried only with --over-memory.
+    If the run does not fit into memory, it is tried only with --over-memory.
 
-    Raises ValueError if train.py refuses the run. It has printed the reason before.
+    Raises ValueError if train.py refuses the run, after train.py has printed the reason.
     """
     task = tasks.make_task(config)
-    demand, sizes = make_demand(config, task)
-    yield memory_line(demand, sizes)
-    misfit = explain_misfit(demand, sizes)
+    demand, sizes = make_run_demand(config, task)
+    yield format_memory_line(demand, sizes)
+    misfit = explain_memory_misfit(demand, sizes)
     if misfit and not config.optimizer.over_memory:
-        yield f"{CHANGE}{misfit}; add --over-memory to try it all the same"
+        yield f"{CHANGE}{misfit}; to try the run nevertheless, add --over-memory"
         return
 
-    steps, answers = run_first_steps(config)
-    for name, reward_audit in audit_rewards(task, config.data.reward_gate):
+    steps, answers = run_trial_steps(config)
+    for name, reward_audit in audit_reward_functions(task, config.data.reward_gate):
         values = {answer["rewards"].get(name) for answer in answers} - {None}
-        # otherwise the audit would say that there is one value, although the trial saw another
-        if not reward_audit.only or values <= reward_audit.only:
-            yield f"reward {reward_audit.name}: {audit.describe_surprise(reward_audit)}"
+        # The audit may find that a reward has only one value, although the trial has found others.
+        if reward_audit.only_value is None or values <= {reward_audit.only_value}:
+            yield f"reward {reward_audit.name}: {audit.summarize_audit(reward_audit)}"
     if config.evaluation.every:
-        yield from held_out_warnings(config, task, steps, answers)
-    yield from trial_verdict(config, steps, answers, verify_answers(task, answers), misfit)
+        yield from find_held_out_warnings(config, task, steps, answers)
+    yield from trial_report_lines(config, steps, answers, verify_answers(task, answers), misfit)
 
 
-def run_first_steps(config: Config) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def run_trial_steps(config: Config) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """
-    Runs train.py for the steps of a trial, in a directory that is deleted afterwards.
+    Run train.py for the steps of a trial, in a directory that is deleted afterwards.
 
-    Returns the records of metrics.jsonl and of rollouts.jsonl.
+    Returns the records of metrics.jsonl and the records of rollouts.jsonl.
     """
-    trial_config = config.with_settings(
+    trial_config = config.copy_with_settings(
         steps=TRY_STEPS, learning_rate=0.0, eval_every=0, save_every=1000, report_to=[]
     )
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "trial"
         recipe = Path(directory) / "recipe.yaml"
         recipe.write_text(to_yaml(trial_config), encoding="utf-8")
-        status = run_train(recipe, run)
+        status = run_train_until_deadline(recipe, run)
         steps = list(read_log(run / "metrics.jsonl"))
         answers = list(read_log(run / "rollouts.jsonl"))
     if not steps:
-        raise ValueError(f"--try: train.py ended with status {status} before its first step")
+        raise ValueError(
+            f"--try: train.py ended with exit status {status} before it finished a step; "
+            "see the lines above"
+        )
     return steps, answers
 
 
-def run_train(recipe: Path, run: Path) -> int:
+def run_train_until_deadline(recipe: Path, run: Path) -> int:
     """
-    Runs train.py until it ends, or until the deadline is over and it has finished a step.
+    Run train.py until it ends, or until TRY_SECONDS have passed and it has finished a step.
 
-    Returns the exit status.
+    Returns the exit status of train.py.
     """
     train = str(Path(__file__).parents[1] / "train.py")
     command = [sys.executable, train, "--config", str(recipe), "--run-dir", str(run)]
-    with ending_signals_interrupt():
+    with interrupt_on_ending_signals():
         trial = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + TRY_SECONDS
@@ -173,22 +182,23 @@ def run_train(recipe: Path, run: Path) -> int:
                     break
                 time.sleep(0.2)
         finally:
-            trial.kill()  # after the deadline this interrupts a step, which is not recorded
+            trial.kill()  # A step that this interrupts is not recorded.
             status = trial.wait()
-            if sys.stderr.isatty():  # removes the last progress bar of train.py
+            if sys.stderr.isatty():  # Remove the last progress bar of train.py.
                 print("\r\x1b[J", end="", file=sys.stderr, flush=True)
     return status
 
 
 @contextlib.contextmanager
-def ending_signals_interrupt() -> Iterator[None]:
+def interrupt_on_ending_signals() -> Iterator[None]:
     """
-    Wraps code in which the signals that end a process shall raise KeyboardInterrupt.
+    Inside the block, the signals that end a process raise KeyboardInterrupt.
 
-    The default handlers would end this process but leave the trial running.
+    By default, such a signal would end this process, but train.py would continue to run.
     """
     handlers = {
-        number: signal.signal(number, link.raise_interrupt) for number in link.ending_signals()[1:]
+        number: signal.signal(number, link.raise_keyboard_interrupt)
+        for number in link.signals_that_end_run()[1:]
     }
     try:
         yield
@@ -197,71 +207,76 @@ def ending_signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def audit_rewards(task: tasks.Task, gate: str) -> Iterator[tuple[str, audit.Audit]]:
+def audit_reward_functions(task: tasks.Task, gate: str) -> Iterator[tuple[str, audit.AuditResult]]:
     """
-    The name and the audit of each reward function of a run.
+    Audit each reward function of a task. Yields pairs of a name and an audit.
 
-    Judges and environments are left out, because an audit would have to run them.
+    Judges and environments are left out, because an audit would have to run a model.
+
+    gate: the value of --reward-gate.
     """
     for name, reward in task.counted_rewards.items():
-        if not audit.needs_episodes(reward):
-            with alive.show_activity(f"trying {name}"):
-                yield name, audit.audit(name, reward, task.train or task.held_out, gate)
+        if not audit.needs_environment(reward):
+            with alive.show_activity(f"auditing {name}"):
+                yield name, audit.audit_reward(name, reward, task.train or task.held_out, gate)
 
 
 def verify_answers(task: tasks.Task, answers: list[dict[str, Any]]) -> list[float]:
     """
-    The verifier's value of each answer to a problem that has a column `answer`.
+    Return the value that the verifier gives to each answer, if the answer to its problem is known.
 
-    The list is empty if the task has no verifier.
+    Returns an empty list if the task has no verifier.
+
+    answers: records of rollouts.jsonl.
     """
     if task.verifier is None:
         return []
     examples = {
-        (prompt_key(example), str(example["answer"])): example
+        (hash_prompt(example), str(example["answer"])): example
         for example in task.train
         if example.get("answer") is not None
     }
     rows = []
     for answer in answers:
-        example = examples.get((prompt_key(answer), answer["answer"]))
+        example = examples.get((hash_prompt(answer), answer["answer"]))
         if example:
-            rows.append((audit.Row(example), answer["completion"]))
-    return audit.call_on_texts("correct", task.verifier, rows)
+            rows.append((audit.ExampleWithWrongAnswer(example), answer["completion"]))
+    return audit.call_reward_on_texts("correct", task.verifier, rows)
 
 
-def held_out_warnings(
+def find_held_out_warnings(
     config: Config, task: tasks.Task, steps: list[dict[str, Any]], answers: list[dict[str, Any]]
 ) -> Iterator[str]:
-    """Warnings if there are too few held-out problems, or if the model was trained on them."""
-    deviation = 0.0  # standard deviation of rewards within a group / range of all rewards
+    """Yield warnings if there are too few held-out problems, or the model was trained on them."""
+    # the standard deviation of rewards within a group, as a fraction of the range of rewards
+    deviation = 0.0
     if task.metric == "score":
-        rewards = list_rewards(answers)
+        rewards = list_known_rewards(answers)
         reward_range = max(rewards) - min(rewards)
-        within_group = mean_of_steps(steps, "reward/std")
+        within_group = mean_over_steps(steps, "reward/std")
         if within_group:
             deviation = within_group / reward_range
-    held_out = spread_evenly(task.held_out, config.evaluation.limit)
-    yield from warn_of_few_held_out(len(held_out), config.to_flags(), deviation)
+    held_out = pick_evenly_spaced(task.held_out, config.evaluation.limit)
+    yield from warnings_of_few_held_out(len(held_out), config.to_flags(), deviation)
     yield from tasks.warm_start_contamination_warnings(config, task.train, held_out)
 
 
-# ---- the verdict
+# ---- the report on a trial
 
 
 class TrialFigures(NamedTuple):
-    """Measurements from the steps and answers of the model before training."""
+    """Figures that were measured in a trial, with the model before training."""
 
     num_groups: int
-    signals: float  # fraction of the groups whose rewards differ
-    truncated: float  # fraction of the answers that are cut off
-    degenerate: float  # fraction of the answers that repeat themselves or copy
-    unparsed: float  # fraction of the judge's scores that cannot be read
+    signals: float  # the fraction of the groups in which rewards differ
+    truncated: float  # the fraction of the answers that are cut off
+    degenerate: float  # the fraction of the answers that repeat themselves or copy the prompt
+    unparsed: float  # the fraction of the judge's scores that cannot be read
     mean_reward: float
-    deviation: float  # standard deviation of the rewards within a group
+    deviation: float  # the standard deviation of the rewards within a group
     lowest: float  # the lowest reward
     highest: float  # the highest reward
-    middle: float  # position of the mean reward from the lowest, 0, to the highest, 1
+    middle: float  # the mean reward on a scale from 0 (the lowest reward) to 1 (the highest)
     step_seconds: list[float]
     peak_gigabytes: float
 
@@ -269,10 +284,15 @@ class TrialFigures(NamedTuple):
     def from_records(
         cls, config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]]
     ) -> "TrialFigures":
-        """steps, answers: records of metrics.jsonl and rollouts.jsonl."""
+        """
+        Compute the figures of a trial.
+
+        steps: the records of metrics.jsonl.
+        answers: the records of rollouts.jsonl.
+        """
         num_groups = config.sampling.batch * len(steps)
         num_signals = sum(step["sampling/signal_groups"] or 0 for step in steps)
-        rewards = list_rewards(answers)
+        rewards = list_known_rewards(answers)
         lowest = min(rewards)
         highest = max(rewards)
         middle = 0.0
@@ -281,22 +301,23 @@ class TrialFigures(NamedTuple):
         return cls(
             num_groups=num_groups,
             signals=num_signals / num_groups,
-            truncated=mean_of_steps(steps, "completion/truncated_frac"),
-            degenerate=mean_of_steps(steps, "completion/degenerate_frac"),
-            unparsed=mean_of_steps(steps, "judge/unparsed_frac"),
-            mean_reward=mean_of_steps(steps, "reward/mean"),
-            deviation=mean_of_steps(steps, "reward/std"),
+            truncated=mean_over_steps(steps, "completion/truncated_frac"),
+            degenerate=mean_over_steps(steps, "completion/degenerate_frac"),
+            unparsed=mean_over_steps(steps, "judge/unparsed_frac"),
+            mean_reward=mean_over_steps(steps, "reward/mean"),
+            deviation=mean_over_steps(steps, "reward/std"),
             lowest=lowest,
             highest=highest,
             middle=middle,
-            step_seconds=[step["step/s"] for step in steps[1:] or steps],  # the first one warms up
+            # The first step is left out, because it takes longer.
+            step_seconds=[step["step/s"] for step in steps[1:] or steps],
             peak_gigabytes=max(step["mem/peak_gb"] for step in steps),
         )
 
     @property
-    def error(self) -> float:
-        """Half of the 95% interval of `signals` or of `truncated`, whichever is wider."""
-        # few groups: a measured fraction of 0 does not mean that the true fraction is 0
+    def sampling_error(self) -> float:
+        """Half the width of the 95% interval of `signals` or `truncated`, whichever is wider."""
+        # If there are few groups, a measured fraction of 0 does not mean that the true one is 0.
         likely = [
             (fraction * self.num_groups + 1) / (self.num_groups + 2)
             for fraction in (self.signals, self.truncated)
@@ -306,24 +327,26 @@ class TrialFigures(NamedTuple):
         )
 
 
-def list_rewards(answers: list[dict[str, Any]]) -> list[float]:
-    """The rewards that are known; [0.0] if no reward is known."""
+def list_known_rewards(answers: list[dict[str, Any]]) -> list[float]:
+    """List the rewards of the answers that have one. Returns [0.0] if no answer has a reward."""
     return [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
 
 
-def mean_of_steps(steps: list[dict[str, Any]], name: str) -> float:
-    """The mean of a metric over steps. A step without the metric counts as 0."""
+def mean_over_steps(steps: list[dict[str, Any]], name: str) -> float:
+    """The mean of a metric over steps. For a step without the metric, the value is 0."""
     return sum(step.get(name) or 0.0 for step in steps) / len(steps)
 
 
-def explain_hopeless(
+def advise_if_no_signal(
     config: Config, steps: list[dict[str, Any]], evaluation_s: float, run: Path
 ) -> str:
     """
-    Says what to change if the first steps of a run showed no signal; else "".
+    Advise what to change if, in the first steps of a run, the rewards in each group were equal.
 
-    The text comes only once, after as many steps as a trial has, and only if the rest of the run
-    would take longer than LONG. evaluation_s: the seconds of one evaluation.
+    Returns "" if the rewards in some group differ. The advice is given only once, after as many
+    steps as a trial has, and only if the rest of the run would take longer than LONG.
+
+    evaluation_s: the number of seconds that an evaluation takes.
     """
     if not config.compares_within_groups:
         return ""
@@ -338,11 +361,11 @@ def explain_hopeless(
     has_signal = any(step["sampling/signal_groups"] != 0 for step in steps)
     if has_signal or not is_end_of_trial or seconds_left <= LONG:
         return ""
-    *_, advice = trial_verdict(config, steps, list(read_log(run / "rollouts.jsonl")))
+    *_, advice = trial_report_lines(config, steps, list(read_log(run / "rollouts.jsonl")))
     return advice.removeprefix(CHANGE)
 
 
-def trial_verdict(
+def trial_report_lines(
     config: Config,
     steps: list[dict[str, Any]],
     answers: list[dict[str, Any]],
@@ -350,20 +373,21 @@ def trial_verdict(
     misfit: str = "",
 ) -> Iterator[str]:
     """
-    The lines about a run's first steps, taken with the model before training. The last is advice.
+    Yield lines on the first steps of a run with the model before training. The last line is advice.
 
-    verified: from `verify_answers`. misfit: from `explain_misfit`.
+    verified: the result of `verify_answers`.
+    misfit: the result of `explain_memory_misfit`.
     """
     figures = TrialFigures.from_records(config, steps, answers)
-    yield from show_answers(answers)
-    yield from describe_trial(config, figures, len(steps), len(answers), verified)
+    yield from format_some_answers(answers)
+    yield from format_trial_figures(config, figures, len(steps), len(answers), verified)
 
     changes = suggest_changes(config, figures, answers)
-    room = memory.memory_size() / 1e9
+    room = memory.usable_memory_bytes() / 1e9
     if not misfit and figures.peak_gigabytes > room:
         misfit = (
             f"{TOO_LARGE}: a step took {figures.peak_gigabytes:.2f} GB, "
-            f"and this machine has {room:.2f}"
+            f"but this machine has {room:.2f} GB"
         )
     if misfit:
         changes.insert(0, misfit)
@@ -372,8 +396,8 @@ def trial_verdict(
         advice = f"{CHANGE}{'; '.join(changes)}"
     elif config.compares_within_groups:
         advice = (
-            f"go: {figures.signals:.0%} of the groups have a signal, and {FEW_SIGNALS:.0%} are "
-            "enough, even if the mean reward is low"
+            f"go: the rewards differ in {figures.signals:.0%} of the groups, and "
+            f"{FEW_SIGNALS:.0%} are enough, even if the mean reward is low"
         )
     else:
         advice = "go"
@@ -384,65 +408,65 @@ def trial_verdict(
     yield advice
 
 
-def show_answers(answers: list[dict[str, Any]]) -> Iterator[str]:
-    """A line for some answers, with the reward of each."""
+def format_some_answers(answers: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each of some answers, with its reward and its prompt."""
     for answer in answers[:: max(len(answers) // SHOWN, 1)][:SHOWN]:
         reward = "unreadable" if answer["reward"] is None else f"{answer['reward']:.3g}"
-        prompt = shorten_value(prompt_text(answer["prompt"]))
+        prompt = shorten_value(last_user_text(answer["prompt"]))
         yield f"  {reward}  {prompt} -> {shorten_value(answer['completion'])}"
 
 
-def describe_trial(
+def format_trial_figures(
     config: Config,
     figures: TrialFigures,
     num_steps: int,
     num_answers: int,
     verified: Sequence[float],
 ) -> Iterator[str]:
-    """The lines with the figures of a trial."""
+    """Yield the lines with the figures of a trial."""
     yield (
-        f"the next fractions are those of {figures.num_groups} groups before training, "
-        f"within {figures.error:.0%}; training changes them"
+        f"the following percentages were measured in {figures.num_groups} groups before training, "
+        f"with an error of up to {figures.sampling_error:.0%}; training changes them"
     )
     steps_text = "1 step" if num_steps == 1 else f"{num_steps} steps"
     yield (
-        f"{steps_text}, {num_answers} answers: {figures.signals:.0%} of the groups have a signal, "
-        f"{figures.truncated:.0%} of the answers are cut off, "
-        f"{figures.degenerate:.0%} repeat or copy"
+        f"{steps_text}, {num_answers} answers: the rewards differ in {figures.signals:.0%} of the "
+        f"groups, {figures.truncated:.0%} of the answers are cut off, "
+        f"{figures.degenerate:.0%} repeat themselves or copy the prompt"
     )
     if verified:
-        # as on the report's page, a smaller value is not right
+        # An answer with a value below 1 is not right, as on the report page.
         num_right = sum(value >= 1 for value in verified)
         yield f"right answers: {num_right} of {len(verified)}"
     reward_range = format_range([f"{figures.lowest:.3g}", f"{figures.highest:.3g}"])
-    yield f"rewards {reward_range}, mean {figures.mean_reward:.3g}, which training raises"
+    yield f"rewards {reward_range}; training raises the mean reward, {figures.mean_reward:.3g}"
     yield (
-        f"standard deviation within a group {figures.deviation:.3g}: training learns from it; "
-        "it is 0 if all answers of a group earn the same"
+        f"the standard deviation of rewards within a group is {figures.deviation:.3g}; training "
+        "needs differences, so it learns nothing if this is 0"
     )
     num_steps_of_run = config.optimizer.steps
     ends = [min(figures.step_seconds), max(figures.step_seconds)]
     pace = format_range([f"{end:.1f}" for end in ends])
     duration = format_range([alive.format_duration(num_steps_of_run * end) for end in ends])
     yield (
-        f"{pace} s a step, {num_steps_of_run} in {duration} without evaluations, "
-        f"{figures.peak_gigabytes:.2f} GB"
+        f"{pace} s per step, {duration} for {num_steps_of_run} steps without evaluations, "
+        f"{figures.peak_gigabytes:.2f} GB of memory"
     )
 
 
 def suggest_changes(
     config: Config, figures: TrialFigures, answers: list[dict[str, Any]]
 ) -> list[str]:
-    """What to change before training, the most important first; empty if the run can go on."""
+    """List what to change before training, the most important change first."""
     is_gated = config.data.reward_gate == "form"
-    # for example, a gate gives no reward for a right answer that is too short
-    gate_keeps_right_answers = all(map(form.keeps_own_answer, answers))
+    # For example, the reward gate does not keep the reward of a right answer that is too short.
+    gate_keeps_right_answers = all(map(form.own_answer_passes_gate, answers))
 
     changes = []
-    if figures.unparsed > rubrics.UNREADABLE_WARNING_FRACTION:
+    if figures.unparsed > UNREADABLE_WARNING_FRACTION:
         changes.append(
             f"{figures.unparsed:.0%} of the judge's scores cannot be read: "
-            "take another --judge-model, see docs/judge.md"
+            "use another --judge-model (docs/judge.md)"
         )
     if config.compares_within_groups and figures.signals < FEW_SIGNALS:
         closed_gate = ""
@@ -454,20 +478,20 @@ def suggest_changes(
             changes.insert(0, explain_equal_rewards(figures.highest))
         elif figures.middle < FEW_RIGHT:
             changes.insert(
-                0, f"nearly all fail: take {WARM_START}, easier prompts, or more --groups"
+                0, f"nearly all answers fail: use {WARM_START}, easier prompts, or more --groups"
             )
         elif figures.middle > MANY_RIGHT:
-            changes.append("nearly all succeed: take harder prompts")
+            changes.append("nearly all answers succeed: use harder prompts")
         else:
             changes.append(
-                "answers to one prompt earn the same: try a higher --temp or more --groups"
+                "most answers to the same prompt get the same reward: "
+                "try a higher --temp or more --groups"
             )
     if figures.degenerate > MANY_DEGENERATE and not is_gated and gate_keeps_right_answers:
         changes.append("set --reward-gate form")
-    if (
-        figures.truncated > MANY_CUT
-    ):  # the first change, because long answers may cause the other problems
-        warm_start = f"take {WARM_START}, "
+    # This is the first change, because long answers may cause the other problems.
+    if figures.truncated > MANY_CUT:
+        warm_start = f"use {WARM_START}, "
         if any(WARM_START in change for change in changes):
             warm_start = ""
         changes.insert(
@@ -479,10 +503,14 @@ def suggest_changes(
 
 
 def explain_closed_gate(answers: list[dict[str, Any]], gate_keeps_right_answers: bool) -> str:
-    """Why --reward-gate form leaves no answer a reward; "" if the gate is not the reason."""
+    """
+    Explain why --reward-gate form takes the rewards of answers away.
+
+    Returns "" if the gate is not the reason for equal rewards.
+    """
     num_passed = sum(
         form.passes_gate(
-            answer["completion"], prompt_text(answer["prompt"]), answer["finish_reason"]
+            answer["completion"], last_user_text(answer["prompt"]), answer["finish_reason"]
         )
         for answer in answers
     )
@@ -490,20 +518,20 @@ def explain_closed_gate(answers: list[dict[str, Any]], gate_keeps_right_answers:
         return ""
     text = (
         f"{num_passed / len(answers):.0%} of the answers pass --reward-gate form: "
-        f"an answer is paid only if it {form.NEEDED}"
+        f"an answer gets a reward only if it {form.NEEDED}"
     )
     if not gate_keeps_right_answers:
         text += (
-            "; some right answers alone would earn nothing: leave the gate out, "
-            "or ask for sentences"
+            "; even some right answers would get no reward: leave out --reward-gate form, or ask "
+            "for whole sentences in the prompt"
         )
     return text
 
 
 def explain_equal_rewards(reward: float) -> str:
-    """What to change if every answer earns `reward`."""
+    """Advise what to change if all answers get the same reward."""
     if reward > 0:
-        fix = "take a reward that tells answers apart, or other prompts"
+        fix = "use a reward that distinguishes answers, or other prompts"
     else:
-        fix = f"take {WARM_START}, a reward that tells answers apart, or other prompts"
-    return f"every answer earns {reward:.3g}: {fix}"
+        fix = f"use {WARM_START}, a reward that distinguishes answers, or other prompts"
+    return f"every answer gets the reward {reward:.3g}: {fix}"

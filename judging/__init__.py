@@ -1,1 +1,3 @@
-"""The parts of a judge besides its model: rubrics, labels, replies and judges on a server."""
+"""
+All parts of judging except the local model: rubrics, replies, human labels, and judges on servers.
+"""

@@ -1,8 +1,8 @@
 """
-Reads from a response whether a server is busy, for how long, and whether waiting helps.
+Finds out from a response whether a server is busy, how long to wait, and whether a wait will help.
 
-A server may say so in the status, in headers or in the body, each in several forms. The waiting
-itself is in judging/server.py.
+A server may give this information in the response's status, headers or body, in several formats.
+judging/server.py does the waiting.
 """
 
 import email.utils
@@ -13,10 +13,11 @@ from typing import Any
 
 from text.documents import read_json
 
-BUSY = {429, 503, 529}  # too many requests, unavailable, overloaded
-# Seconds of the first pause if a busy server does not say how long to wait. Each pause is twice as
-# long as the last: six of them make a minute, after which most rate limits begin anew, and a server
-# that is busy only for a moment soon gets the request again.
+BUSY = {429, 503, 529}  # status codes: too many requests, unavailable, overloaded
+
+# The first pause in seconds if a busy server does not say how long to wait. Each pause is twice as
+# long as the previous one, so six pauses last about a minute, after which most rate limits reset. A
+# server that is busy only for a moment soon gets the request again.
 SHORTEST_PAUSE = 1.0
 
 SAYS_BUSY = re.compile(
@@ -24,7 +25,7 @@ SAYS_BUSY = re.compile(
     r"|resource.?exhausted|temporarily unavailable|try again (?:later|in)",
     re.IGNORECASE,
 )
-# Error codes and types that OpenAI, DeepSeek, OpenRouter, Mistral and Anthropic send
+# error codes and error types that OpenAI, DeepSeek, OpenRouter, Mistral and Anthropic send
 QUOTA_CODES = re.compile(
     r"insufficient.?(?:quota|balance|credits?|funds)|billing.?(?:hard.?limit|not.?active|error)"
     r"|quota.?exhausted|payment.?required|access.?terminated",
@@ -45,15 +46,15 @@ ASKS_TO_WAIT = re.compile(
     rf"((?:\d+(?:\.\d+)?\s*{UNIT}[\s,]*(?:and\s+)?)+)",
     re.IGNORECASE,
 )
-# A number above EPOCH is a date in seconds since 1970. One above 1000 * EPOCH is in milliseconds.
+# A number above EPOCH is a date in seconds since 1970; a number above 1000 * EPOCH is a date in
+# milliseconds since 1970.
 EPOCH = 1e9
 
 
-def read_duration(text: str) -> float | None:
+def parse_duration_seconds(text: str) -> float | None:
     """
-    The seconds of a duration such as "20", "20s", "6m0s", "1m30.5s", "250ms" or "2 minutes".
-
-    None if the text is no duration.
+    The number of seconds in a duration such as "20", "20s", "6m0s", "1m30.5s", "250ms" or "2
+    minutes". None if the text is not a duration.
     """
     text = text.strip()
     if re.fullmatch(r"\d{1,20}(?:\.\d{1,20})?", text):
@@ -68,9 +69,9 @@ def read_duration(text: str) -> float | None:
     return seconds
 
 
-def read_date(text: str) -> float | None:
+def parse_date_timestamp(text: str) -> float | None:
     """
-    The seconds since 1970 of a date; None if the text is no date.
+    A date as seconds since 1970; None if the text is not a date.
 
     text: an HTTP date, such as "Wed, 21 Oct 2015 07:28:00 GMT", or an ISO 8601 date.
     """
@@ -86,30 +87,31 @@ def read_date(text: str) -> float | None:
     return date.timestamp()
 
 
-def read_wait(text: str, now: float) -> float | None:
-    """The seconds to wait, from a duration or a date; None if the text is neither."""
-    seconds = read_duration(text)
+def parse_wait_seconds(duration_or_date: str, now: float) -> float | None:
+    """The seconds to wait for a duration, or until a date; None if the text is neither."""
+    seconds = parse_duration_seconds(duration_or_date)
     if seconds is None:
-        date = read_date(text.strip())
+        date = parse_date_timestamp(duration_or_date.strip())
         return None if date is None else max(date - now, 0.0)
     if seconds > EPOCH * 1000:
         seconds /= 1000
     return max(seconds - now, 0.0) if seconds > EPOCH else seconds
 
 
-def read_wait_from_headers(headers: Mapping[str, str], now: float) -> float | None:
+def wait_seconds_from_headers(headers: Mapping[str, str], now: float) -> float | None:
     """
-    The seconds to wait according to a response's headers; None if they do not say.
+    The seconds to wait according to a response's headers; None if the headers do not say.
 
-    The headers may be Retry-After, retry-after-ms or the reset of a rate limit. If there are
-    several rate limits, the longest reset counts, among the used-up limits if there are any.
+    The headers may be Retry-After, retry-after-ms, or the reset times of rate limits. If some rate
+    limits are used up, the wait is the longest reset time among these; otherwise, it is the longest
+    of all.
 
-    headers: by name in lower case.
+    headers: the header values by lower-case name.
     """
     milliseconds = headers.get("retry-after-ms", "")
     if re.fullmatch(r"\d{1,12}(?:\.\d+)?", milliseconds):
         return float(milliseconds) / 1000
-    stated = read_wait(headers.get("retry-after", ""), now)
+    stated = parse_wait_seconds(headers.get("retry-after", ""), now)
     if stated is not None:
         return stated
 
@@ -118,7 +120,7 @@ def read_wait_from_headers(headers: Mapping[str, str], now: float) -> float | No
     for name, text in headers.items():
         if "ratelimit" not in name or "reset" not in name:
             continue
-        seconds = read_wait(text, now)
+        seconds = parse_wait_seconds(text, now)
         if seconds is None:
             continue
         remaining = headers.get(name.replace("reset", "remaining"), "")
@@ -127,9 +129,11 @@ def read_wait_from_headers(headers: Mapping[str, str], now: float) -> float | No
     return max(used_up or unused, default=None)
 
 
-def list_values(content: Any) -> Iterator[tuple[str, Any]]:
-    """Yields every number, text, boolean and null in a JSON value, with its key in lower case."""
-    waiting = [("", content)]
+def iterate_json_leaves_with_lower_keys(json_value: Any) -> Iterator[tuple[str, Any]]:
+    """
+    Yields every number, string, boolean and null in a JSON value, each with its lower-case key.
+    """
+    waiting = [("", json_value)]
     while waiting:
         key, value = waiting.pop()
         if isinstance(value, dict):
@@ -140,48 +144,49 @@ def list_values(content: Any) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def read_wait_from_body(content: Any, now: float) -> float | None:
+def wait_seconds_from_error(error: Any, now: float) -> float | None:
     """
-    The seconds to wait according to a response's body; None if it does not say.
+    The seconds to wait according to a response's body; None if the body does not say.
 
-    The body may hold `retry_after`, `retryDelay`, headers, or a message like "try again in 20s".
+    The body may contain `retry_after`, `retryDelay`, headers, or a message like "try again in 20s".
     """
     headers = {}
-    for key, value in list_values(content):
+    for key, value in iterate_json_leaves_with_lower_keys(error):
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             continue
         headers[key.replace("_", "-")] = str(value)
         if key in ("retry_after", "retryafter", "retrydelay", "retry_delay", "retry_after_seconds"):
-            seconds = read_wait(str(value), now)
+            seconds = parse_wait_seconds(str(value), now)
             if seconds is not None:
                 return seconds
-    # some servers put the headers of another server into the body
-    stated = read_wait_from_headers(headers, now)
+    # Some servers copy another server's headers into the body.
+    stated = wait_seconds_from_headers(headers, now)
     if stated is not None:
         return stated
-    for _, value in list_values(content):
+    for _, value in iterate_json_leaves_with_lower_keys(error):
         request = ASKS_TO_WAIT.search(value) if isinstance(value, str) else None
         if request:
-            return read_duration(request[1])
+            return parse_duration_seconds(request[1])
     return None
 
 
-def find_wait(headers: Mapping[str, str], error: Any, now: float) -> float | None:
-    """The seconds to wait according to a response's headers, or else to the error in its body."""
-    seconds = read_wait_from_headers(headers, now)
-    return read_wait_from_body(error, now) if seconds is None else seconds
-
-
-def find_error(body: bytes) -> Any:
+def wait_seconds_from_response(headers: Mapping[str, str], error: Any, now: float) -> float | None:
     """
-    The error in a response's body; None if the body has a reply instead.
+    The seconds to wait according to a response's headers, or else according to its error body.
+    """
+    seconds = wait_seconds_from_headers(headers, now)
+    return wait_seconds_from_error(error, now) if seconds is None else seconds
 
-    If the body is no JSON, the error is the body's text.
+
+def extract_error(response_body: bytes) -> Any:
+    """
+    The error in a response's body; None if the body is a reply without an error. If the body is not
+    JSON, its text is returned as the error.
     """
     try:
-        content = read_json(body)
+        content = read_json(response_body)
     except (ValueError, RecursionError):
-        return body.decode(errors="replace")[:2000]
+        return response_body.decode(errors="replace")[:2000]
     if not isinstance(content, dict):
         return content
     if content.get("error"):
@@ -192,9 +197,11 @@ def find_error(body: bytes) -> Any:
     return content
 
 
-def find_status(error: Any) -> int | None:
-    """The status in an error, as in `{"code": 429}`; None if it has none."""
-    for key, value in list_values(error):
+def extract_error_status(error: Any) -> int | None:
+    """
+    The HTTP status code in an error, such as 429; None if the error contains no status code.
+    """
+    for key, value in iterate_json_leaves_with_lower_keys(error):
         if key not in ("code", "status", "status_code", "http_status"):
             continue
         is_digits = isinstance(value, str) and re.fullmatch(r"[45]\d\d", value)
@@ -203,28 +210,31 @@ def find_status(error: Any) -> int | None:
     return None
 
 
-def is_busy(status: int, error: Any) -> bool:
-    """Whether a response's status, or the error in its body, says that the server is busy."""
-    if status in BUSY or find_status(error) in BUSY:
+def says_server_is_busy(status: int, error: Any) -> bool:
+    """Whether a response's status or its error says that the server is busy."""
+    if status in BUSY or extract_error_status(error) in BUSY:
         return True
     is_plain_text = isinstance(error, str) and status < 400
     may_say_so = status < 400 or status == 403 or status >= 500
     if not may_say_so or is_plain_text:
         return False
     return any(
-        isinstance(value, str) and SAYS_BUSY.search(value) for _, value in list_values(error)
+        isinstance(value, str) and SAYS_BUSY.search(value)
+        for _, value in iterate_json_leaves_with_lower_keys(error)
     )
 
 
-def is_out_of_quota(status: int, error: Any, seconds: float | None) -> bool:
+def says_quota_is_used_up(status: int, error: Any, stated_wait_seconds: float | None) -> bool:
     """
-    Whether a response says that a quota is used up, so that waiting does not help.
+    Whether a response says that a quota is used up, in which case waiting does not help.
 
-    seconds: the wait that the response states, or None.
+    stated_wait_seconds: how long the response says to wait, or None if it does not say.
     """
-    if status == PAYMENT_REQUIRED or find_status(error) == PAYMENT_REQUIRED:
+    if status == PAYMENT_REQUIRED or extract_error_status(error) == PAYMENT_REQUIRED:
         return True
-    texts = [value for _, value in list_values(error) if isinstance(value, str)]
+    texts = [
+        value for _, value in iterate_json_leaves_with_lower_keys(error) if isinstance(value, str)
+    ]
     if any(QUOTA_CODES.search(text) for text in texts):
         return True
-    return seconds is None and any(QUOTA_MESSAGES.search(text) for text in texts)
+    return stated_wait_seconds is None and any(QUOTA_MESSAGES.search(text) for text in texts)

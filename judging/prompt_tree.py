@@ -1,8 +1,10 @@
 """
-Computes prompts that share their beginnings, as a tree of token runs. Each run is computed once.
+Computes the hidden states of prompts that share beginnings, as a tree of token runs. Each run of
+tokens is computed only once.
 
-This file knows neither the content of prompts (judging/rubrics.py) nor what is read at their ends
-(judge.py). The cache of keys and values is in layers/tree_cache.py.
+This file does not depend on the content of the prompts (judging/judge_prompts.py), or on how scores
+are read at the ends of the prompts (judge.py). The cache of keys and values is in
+layers/tree_cache.py.
 
 Axes: N prompts, M rows of a batch, L positions of a level, C hidden.
 """
@@ -20,46 +22,45 @@ import gwen
 from layers.tree_cache import TreeCache
 from machine import memory
 
-MAX_PADDING = 0.1  # fraction of a batch; a row that would add more waits for a later batch
+# the maximum fraction of padding in a batch; rows that would need more go into a later batch
+MAX_PADDING = 0.1
 
 T = TypeVar("T")
-Prompt = tuple[tuple[int, ...], ...]  # runs of ids
-# takes the hidden states at the ends of M prompts, (M, C), and the cache; returns M values
+Prompt = tuple[tuple[int, ...], ...]  # a prompt's token ids, split into runs
+
+# a function of the hidden states at the ends of M prompts, (M, C), and the cache; returns M values
 Read = Callable[[mx.array, TreeCache], Sequence[T]]
 
 
-class Node(NamedTuple):
-    """A run of tokens in the tree."""
+class TokenRunNode(NamedTuple):
+    """One run of tokens in the tree, shared by one or more prompts."""
 
     row: int  # the row of the cache that the run continues
     ids: tuple[int, ...]
-    # by the place of each prompt with this run: the prompt's runs after it
+    # a prompt's index -> the runs that follow this run in the prompt
     rests: dict[int, Prompt]
 
 
-def make_nodes(row: int, prompts: dict[int, Prompt]) -> list[Node]:
+def make_first_run_nodes(cache_row: int, prompts: dict[int, Prompt]) -> list[TokenRunNode]:
     """
-    The nodes that continue a row of the cache.
-
-    prompts: by place.
-
-    Prompts with an equal first run share a node, unless the run ends a prompt.
+    The nodes that continue one row of the cache. Prompts with the same first run share a node,
+    unless this is their last run. prompts: the prompts by index.
     """
-    nodes: dict[object, Node] = {}
+    nodes: dict[object, TokenRunNode] = {}
     for place, (ids, *rest) in prompts.items():
         key = ids if rest else place
-        node = nodes.setdefault(key, Node(row, ids, {}))
+        node = nodes.setdefault(key, TokenRunNode(cache_row, ids, {}))
         node.rests[place] = tuple(rest)
     return list(nodes.values())
 
 
 class PromptTree:
     """
-    Prompts that all begin with `head`. The head is computed once, so the model's weights must not
-    change.
+    Computes prompts that all begin with the same tokens, `head`. The head is computed once, so the
+    model's weights must not change.
 
-    chunk_size: the most prompts whose ends are computed together.
-    name: the prefix of messages about memory.
+    chunk_size: the maximum number of prompts whose ends are computed together.
+    name: the word that begins messages about memory, such as "judge".
     """
 
     def __init__(self, model: gwen.Model, head: Sequence[int], chunk_size: int, name: str):
@@ -67,42 +68,46 @@ class PromptTree:
         self.head = tuple(head)
         self.name = name
         self.chunk = memory.BatchSize(chunk_size)
-        self.in_flight = chunk_size  # prompts of the batch that is being computed
-        self.num_tokens = 0  # positions processed by the model, with padding
+        self.in_flight = chunk_size  # the number of prompts in the current batch
+        self.num_tokens = 0  # how many positions the model has processed, including padding
 
     @functools.cached_property
-    def root(self) -> tuple[TreeCache, mx.array]:
+    def head_cache_and_last_hidden(self) -> tuple[TreeCache, mx.array]:
         """
         The head's cache and the hidden state at its end, (C,).
 
-        Raises ValueError if memory is too small.
+        Raises ValueError if there is not enough memory.
         """
-        results = memory.try_within_memory(self._compute_root)
+        results = memory.try_within_memory(self._compute_head)
         if not results:
-            raise self._memory_error()
+            raise self._make_memory_error()
         return results[0]
 
-    def _compute_root(self) -> tuple[TreeCache, mx.array]:
-        cache = TreeCache(self.model.config.layer_kinds).extend([len(self.head)])
-        end = self.forward(cache, [self.head])[0, -1]
+    def _compute_head(self) -> tuple[TreeCache, mx.array]:
+        cache = TreeCache(self.model.config.layer_kinds).with_new_level([len(self.head)])
+        end = self.compute_padded_hidden(cache, [self.head])[0, -1]
         mx.eval(end, cache.arrays())
         return cache, end
 
-    def walk(self, prompts: dict[int, Prompt], read: Read[T]) -> Iterator[tuple[int, T]]:
+    def yield_values_at_ends(
+        self, prompts: dict[int, Prompt], read_at_ends: Read[T]
+    ) -> Iterator[tuple[int, T]]:
         """
-        Yields each prompt's place and the value that `read` returns for it, chunk by chunk.
+        Yields each prompt's index and the value that `read_at_ends` returns for this prompt.
 
-        prompts: by place, without the head; all have the same number of runs. If memory runs out,
-        the remaining prompts are computed in smaller chunks.
+        If memory runs out, the remaining prompts are computed in smaller chunks. prompts: the
+        prompts by index, without the head; all prompts have the same number of runs.
 
-        Raises ValueError if memory is too small for one prompt.
+        Raises ValueError if there is not enough memory for a single prompt.
         """
         remaining = dict(prompts)
         while remaining:
             prompts_per_row = Counter(prompt[:-1] for prompt in remaining.values())
             max_ends = max(prompts_per_row.values())
-            nodes = make_nodes(0, remaining)
-            chunks = self._compute_level(self.root[0], nodes, max_ends, read)
+            nodes = make_first_run_nodes(0, remaining)
+            chunks = self._yield_values_below(
+                self.head_cache_and_last_hidden[0], nodes, max_ends, read_at_ends
+            )
             while results := memory.try_within_memory(next, chunks, ()):
                 chunk = results[0]
                 assert chunk, f"{len(remaining)} prompts were not read"
@@ -112,27 +117,28 @@ class PromptTree:
                 if not remaining:
                     return
             if self.chunk.rows == 1:
-                raise self._memory_error()
+                raise self._make_memory_error()
             self.chunk.halve(self.in_flight)
             tqdm.write(
-                f"{self.name}: out of memory, going on with chunks of {self.chunk.rows}",
+                f"{self.name}: out of memory; continuing with {self.chunk.rows} prompts at a time",
                 file=sys.stderr,
             )
 
-    def _memory_error(self) -> ValueError:
+    def _make_memory_error(self) -> ValueError:
         return ValueError(
-            f"{self.name}: memory does not suffice for one prompt; "
-            "free some, or take a smaller model"
+            f"{self.name}: there is not enough memory for a single prompt; "
+            "free some memory, or use a smaller model"
         )
 
-    def _compute_level(
-        self, cache: TreeCache, nodes: list[Node], max_ends: int, read: Read[T]
+    def _yield_values_below(
+        self, cache: TreeCache, nodes: list[TokenRunNode], max_ends: int, read_at_ends: Read[T]
     ) -> Iterator[list[tuple[int, T]]]:
         """
-        Computes nodes that continue `cache`, and all levels below. Yields the values of `read`.
+        Computes nodes that continue `cache`, and all nodes below them. Yields lists of pairs, each
+        with a prompt's index and the value that `read_at_ends` returns for the prompt.
 
-        The rows of a batch have similar lengths, and the prompts below them have at most one chunk
-        of ends. max_ends: the most prompts that end below one row.
+        The rows of a batch have similar lengths, and at most one chunk of prompts ends below them.
+        max_ends: the maximum number of prompts that end below one row.
         """
         waiting = sorted(nodes, key=lambda node: len(node.ids))
         is_last = not any(waiting[0].rests.values())
@@ -145,46 +151,55 @@ class PromptTree:
             self.in_flight = size * ends_per_row
 
             lengths = [len(node.ids) for node in batch]
-            child = cache.extend(lengths, [node.row for node in batch])
-            hidden = self.forward(child, [node.ids for node in batch])
+            child = cache.with_new_level(lengths, [node.row for node in batch])
+            hidden = self.compute_padded_hidden(child, [node.ids for node in batch])
             if is_last:
-                values = read(select_ends(hidden, lengths), child)
-                self.chunk.note_success()
+                values = read_at_ends(select_last_hidden(hidden, lengths), child)
+                self.chunk.record_success()
                 yield [
                     (place, value)
                     for node, value in zip(batch, values, strict=True)
                     for place in node.rests
                 ]
             else:
-                # `hidden` is never evaluated, so the last layer computes only keys and values
+                # MLX never evaluates `hidden` here, so the last layer computes only keys and
+                # values.
                 mx.eval(child.arrays())
-                children: list[Node] = []
+                children: list[TokenRunNode] = []
                 for row, node in enumerate(batch):
-                    children += make_nodes(row, node.rests)
-                yield from self._compute_level(child, children, max_ends, read)
+                    children += make_first_run_nodes(row, node.rests)
+                yield from self._yield_values_below(child, children, max_ends, read_at_ends)
 
-    def forward(self, cache: TreeCache, rows: Sequence[Sequence[int]]) -> mx.array:
-        """Hidden states of a level's rows, padded on the right, (M, L, C)."""
-        length = max(1, *map(len, rows))
-        self.num_tokens += len(rows) * length
+    def compute_padded_hidden(
+        self, cache: TreeCache, token_rows: Sequence[Sequence[int]]
+    ) -> mx.array:
+        """
+        The hidden states of rows of token ids, which continue the cache, (M, L, C). Rows are padded
+        on the right.
+        """
+        length = max(1, *map(len, token_rows))
+        self.num_tokens += len(token_rows) * length
         padded_rows = []
-        for row in rows:
+        for row in token_rows:
             padding = [0] * (length - len(row))
             padded_rows.append([*row, *padding])
         return self.model.hidden(mx.array(padded_rows), cache)
 
 
-def select_ends(hidden: mx.array, lengths: list[int]) -> mx.array:
-    """The hidden state at each row's last token, (M, L, C) -> (M, C)."""
+def select_last_hidden(hidden: mx.array, lengths: list[int]) -> mx.array:
+    """Selects the hidden state at each row's last token, (M, L, C) -> (M, C)."""
     last_positions = mx.array(lengths)[:, None, None] - 1
     return mx.take_along_axis(hidden, last_positions, 1)[:, 0]
 
 
-def choose_batch_size(lengths: list[int], max_rows: int) -> int:
-    """How many of the shortest rows fit into one batch with little padding. `lengths` ascend."""
+def choose_batch_size(ascending_lengths: list[int], max_rows: int) -> int:
+    """
+    How many of the shortest rows fit into one batch with little padding. ascending_lengths: the
+    rows' lengths in ascending order.
+    """
     num_tokens = 0
-    for size, length in enumerate(lengths[:max_rows], 1):
+    for size, length in enumerate(ascending_lengths[:max_rows], 1):
         num_tokens += length
         if size * length > num_tokens * (1 + MAX_PADDING) and size > 1:
             return size - 1
-    return min(max_rows, len(lengths))
+    return min(max_rows, len(ascending_lengths))

@@ -1,7 +1,8 @@
 """
-Remote judge: scores answers by a rubric with a model on a server, of which it knows only the name.
+Scores answers by a rubric with a model on a server.
 
-judging/server.py sends the requests. judging/rubrics.py builds the messages and reads the scores.
+judging/server.py sends the requests, judging/judge_prompts.py builds the messages, and
+judging/evaluations.py reads the scores.
 """
 
 import asyncio
@@ -10,22 +11,32 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 from config import JudgeSettings
-from judging import rubrics
-from judging.rubrics import Evaluation, Grader, Question, Rubric
-from judging.server import TEMPLATE_SETTINGS, Endpoint, FlagNames, Reply
+from judging import judge_prompts
+from judging.evaluations import (
+    CriterionEvaluation,
+    CriterionQuestion,
+    evaluation_from_first_logprobs,
+    evaluation_from_reply,
+)
+from judging.grader import Grader, digest_of
+from judging.rubrics import Rubric
+from judging.server import TEMPLATE_SETTINGS, ChatReply, Endpoint, ServerSettingNames
 from machine import alive
 
-FLAGS = FlagNames("--judge-url", "--judge-model", "JUDGE_API_KEY", "--judge-think")
-# The most tokens of a reply without thoughts. They suffice for a judge that explains first; a judge
-# that does not explain stops early.
+FLAGS = ServerSettingNames("--judge-url", "--judge-model", "JUDGE_API_KEY", "--judge-think")
+# The maximum number of tokens in a reply, not counting thoughts. This is enough for a judge that
+# explains its score first; a judge that does not explain stops early.
 REPLY_TOKENS = 256
-# How many of the likeliest first tokens are requested: the most that all servers of this protocol
-# allow, and enough for five digits in two spellings.
+# How many of the likeliest first tokens are requested. All servers of this protocol allow this
+# number, and it is enough for five digits in two spellings each.
 TOP_LOGPROBS = 10
 
 
 class RemoteJudge(Grader):
-    """A judge on the server at `--judge-url`. key: the server's bearer token, or None."""
+    """
+    A judge whose model runs on the server at `--judge-url`. key: the server's bearer token, or
+    None.
+    """
 
     is_paid = True
 
@@ -50,24 +61,24 @@ class RemoteJudge(Grader):
             sleep=sleep,
         )
 
-    def identity(self) -> str:
+    def scoring_digest(self) -> str:
         server = self.server
-        return rubrics.digest_of(server.url, server.model, self.mode, self.think, self.rubric)
+        return digest_of(server.url, server.model, self.mode, self.think, self.rubric)
 
     def score_questions(
-        self, questions: list[Question]
-    ) -> Generator[tuple[int, Evaluation], None, None]:
-        bodies = [self._request_body(question) for question in questions]
-        replies = contextlib.closing(self.server.chat(bodies))
+        self, questions: list[CriterionQuestion]
+    ) -> Generator[tuple[int, CriterionEvaluation], None, None]:
+        bodies = [self._make_request_body(question) for question in questions]
+        replies = contextlib.closing(self.server.send_chat_requests(bodies))
         bar = alive.Bar(total=len(bodies), desc="judging", unit="evaluation")
         with replies as arriving, bar as progress:
             for place, reply in arriving:
                 progress.update()
                 yield place, self._read_evaluation(reply)
 
-    def _request_body(self, question: Question) -> dict[str, Any]:
+    def _make_request_body(self, question: CriterionQuestion) -> dict[str, Any]:
         criterion = self.rubric.criteria[question.criterion]
-        messages = rubrics.judge_messages(
+        messages = judge_prompts.make_judge_messages(
             self.rubric, question.prompt, question.completion, criterion
         )
         body: dict[str, Any] = {"messages": messages, "max_tokens": self.max_tokens}
@@ -77,25 +88,26 @@ class RemoteJudge(Grader):
         body[TEMPLATE_SETTINGS] = {"enable_thinking": self.think > 0}
         return body
 
-    def _read_evaluation(self, reply: Reply) -> Evaluation:
+    def _read_evaluation(self, reply: ChatReply) -> CriterionEvaluation:
         """
-        The evaluation in a server's reply. If the reply has no text, its `reply` says why.
+        The evaluation in a server's reply. If the server sent no text, the evaluation's `reply`
+        says why there is no text.
 
         Raises ValueError if the mode is `logits` and the server returns no log-probabilities.
         """
         if self.mode == "logits":
-            # a reply without text ended at once, or was filtered
+            # A reply without text ended at once, or was filtered by the server.
             if not reply.first_logprobs and reply.text:
                 raise ValueError(
-                    f"--judge-url {self.server.url} gives no log-probabilities; "
+                    f"--judge-url {self.server.url} returns no log-probabilities; "
                     "set --judge-mode decode"
                 )
-            evaluation = rubrics.evaluation_from_first_tokens(reply.first_logprobs)
+            evaluation = evaluation_from_first_logprobs(reply.first_logprobs)
         else:
             was_cut = reply.finish_reason == "length"
-            evaluation = rubrics.evaluation_from_reply(reply.text, was_cut)
+            evaluation = evaluation_from_reply(reply.text, was_cut)
 
         shown = reply.text or reply.problem
         if not shown and reply.thought:
-            shown = f"(thoughts, for which --judge-think makes room: {reply.thought})"
+            shown = f"(only a thought; --judge-think allows more tokens: {reply.thought})"
         return evaluation._replace(reply=shown)

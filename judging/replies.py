@@ -1,12 +1,13 @@
 """
-Reads the score, 1 to 5, from a judge's reply. docs/judge.md has one example of each rule.
+Reads the score from 1 to 5 in a judge's reply. docs/judge.md has an example for each rule.
 
-`read_score` tries the rules in this order: a labelled score, the number that opens the reply, a
-line that names one number, a verdict in a sentence, and a lone number. The first rule that applies
-decides, even if it reads no score. Each rule is a function.
+`read_score` tries these rules in order: a labelled score, a number that opens the reply, a weakly
+labelled score, a line with a name and a number, a verdict in a sentence, and a lone number. The
+first rule that applies decides, even if the number that it finds is not a score. Each rule is a
+function.
 
-Thoughts that a server sends separately are handled in judging/server.py, and the tokens of mode
-`logits` in judging/rubrics.py.
+This file does not cover thoughts that a server sends separately (judging/server.py), or the first
+tokens in mode `logits` (judging/evaluations.py).
 """
 
 import json
@@ -17,24 +18,25 @@ from typing import Any, NamedTuple
 
 from judging import score_words as words
 
-LONGEST = 2000  # how many characters are read at the beginning of a reply, and at the end
+LONGEST = 2000  # characters; of a longer reply, only this many at each end are read
 
 # ---- patterns
 
 VALUE_OF_WORD = {word: value for value, text in words.NUMBERS.items() for word in text.split()}
-# letters of scripts that put no space between words
+# letters of scripts that are written without spaces between words
 CJK = "[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 
 
-def make_pattern(pattern: str) -> re.Pattern[str]:
+def compile_multiline_ignoring_case(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.IGNORECASE | re.MULTILINE)
 
 
-def label_pattern(labels: str) -> str:
+def make_label_regex(labels: str) -> str:
     """
-    A pattern for any of these labels, as a complete word if its script separates words.
+    A pattern that matches any of the labels. A label must be a whole word if its script has spaces
+    between words.
 
-    A German label may also be the end of a compound word.
+    Some German labels may also be the end of a compound word.
     """
     names = sorted(map(re.escape, labels.split()), key=len, reverse=True)
     unspaced = [name for name in names if re.search(CJK, name)]
@@ -49,50 +51,57 @@ NUMBER = rf"(?:\d+(?:[.,]\d+)?|(?<!\w)(?:{_NUMBER_WORDS})(?![\w-]))"
 UNIT = rf"(?:\s*-?\s*(?:(?:{words.UNITS})(?!\w)|{words.UNITS_WITHOUT_SPACE}))?"
 MOST = r"(?:the\s+|a\s+)?(?:max\w*\s+(?:of\s+)?|possible\s+)?"
 OF_SCALE = rf"(?:\s*[(\[]?\s*(?:{words.OVER})\s*{MOST}(?P<scale>{NUMBER}){UNIT})?"
-NOT_BEFORE = r"(?<![\w.,/+~\u00b1\u2248\u2264\u2265-])"  # "-4", "1.4", "~4" hold no 4
+# so that "-4", "1.4" and "~4" do not match as 4
+NOT_BEFORE = r"(?<![\w.,/+~\u00b1\u2248\u2264\u2265-])"
 VALUE = rf"{NOT_BEFORE}(?P<number>{NUMBER}){UNIT}(?!\w|\s*%|[.,]\d){OF_SCALE}"
 OPENERS = rf"""[\s"'\u201c\u201d\u201e\u00ab\u00bb(\[{{<$]*(?:(?:{words.ARTICLES})\s+)?"""
-OPENED_VALUE = make_pattern(OPENERS + VALUE)
+OPENED_VALUE = compile_multiline_ignoring_case(OPENERS + VALUE)
 
-LABEL = label_pattern(words.LABELS)
-WEAK = label_pattern(words.WEAK_LABELS)
-QUALIFIER = r"(?:\s*[(\[][^()\[\]\n]{0,80}[)\]])?"  # "(1 = worst, 5 = best)"
+LABEL = make_label_regex(words.LABELS)
+WEAK = make_label_regex(words.WEAK_LABELS)
+QUALIFIER = r"(?:\s*[(\[][^()\[\]\n]{0,80}[)\]])?"  # such as "(1 = worst, 5 = best)"
 ORDINAL = r"(?:criteri(?:on|a)|question|answer|item|aspect)\s+#?\d+"
-FREE = rf"(?P<free>(?:{ORDINAL}|[^\n:=.|\d!?;>\]]){{0,60}}?)"  # "for criterion 2"
+FREE = rf"(?P<free>(?:{ORDINAL}|[^\n:=.|\d!?;>\]]){{0,60}}?)"  # such as "for criterion 2"
 COLON = r"\s*(?:[:=|>\]\u2192]+)"
 DASH = r"\s+[-\u2013\u2014]\s"
-LABEL_AND_COLON = make_pattern(rf"(?P<label>{LABEL}){QUALIFIER}{FREE}{QUALIFIER}{COLON}")
-LABEL_AND_IS = make_pattern(
+LABEL_AND_COLON = compile_multiline_ignoring_case(
+    rf"(?P<label>{LABEL}){QUALIFIER}{FREE}{QUALIFIER}{COLON}"
+)
+LABEL_AND_IS = compile_multiline_ignoring_case(
     rf"(?P<label>{LABEL}){QUALIFIER}(?:\s+(?:{words.IS})\s|\s*[是为為は은는]\s*:?|\s*\u00e8\s)"
 )
-LABEL_AT_START = make_pattern(
+LABEL_AT_START = compile_multiline_ignoring_case(
     r"(?:^|(?<=[.!?]\s))[ \t]*(?:(?:my|the|final|overall|total|your|judge|grader)['\w]*[ \t]+){0,3}"
     rf"(?P<label>{LABEL}){QUALIFIER}(?:{DASH}|\s+)"
 )
-WEAK_LABEL = make_pattern(
+WEAK_LABEL = compile_multiline_ignoring_case(
     rf"(?P<label>{WEAK}){QUALIFIER}[ \w\"']{{0,20}}?(?:{COLON}|{DASH}|\s+(?:{words.IS})\s)"
 )
-IN_BRACKETS = make_pattern(rf"\[\[\s*{VALUE}\s*\]\]")  # as MT-Bench asks judges to write
-OF_OTHERS = make_pattern(
+IN_BRACKETS = compile_multiline_ignoring_case(
+    rf"\[\[\s*{VALUE}\s*\]\]"
+)  # the format for which MT-Bench asks
+OF_OTHERS = compile_multiline_ignoring_case(
     r"(?:max|maximum|min|minimum|possible|highest|lowest|previous|perfect)[\s_-]+$"
 )
-ENDS_IN_OVERALL = make_pattern(rf"(?:{words.OVERALL})\W*$")
+ENDS_IN_OVERALL = compile_multiline_ignoring_case(rf"(?:{words.OVERALL})\W*$")
 
-JOINED_NUMBER = make_pattern(
+JOINED_NUMBER = compile_multiline_ignoring_case(
     rf"(?:[-\u2013\u2014~/]|\s*(?:->|\u2192)\s*|\s+(?:{words.RANGE})\s+)\s*({NUMBER})"
 )
-LISTED_NUMBER = make_pattern(
+LISTED_NUMBER = compile_multiline_ignoring_case(
     r"(?:[ \t]*[,;&+~][ \t]*|[ \t]+[-\u2013\u2014/][ \t]+|[ \t]+)"
     rf"({NUMBER}){UNIT}[ \t]*(?=$|[\n.,;:!?)\]])"
 )
-NUMBER_ON_NEXT_LINE = make_pattern(rf"\s*\n\s*({NUMBER}){UNIT}\s*(?=$|\n)")
-UNFINISHED = make_pattern(r"\s*/|[+\u00bd]|-\s*(?:$|\n)")  # "4/", "4+", "4-"
-MAY_FOLLOW = make_pattern(
+NUMBER_ON_NEXT_LINE = compile_multiline_ignoring_case(rf"\s*\n\s*({NUMBER}){UNIT}\s*(?=$|\n)")
+UNFINISHED = compile_multiline_ignoring_case(
+    r"\s*/|[+\u00bd]|-\s*(?:$|\n)"
+)  # the end of "4/", "4+" or "4-"
+MAY_FOLLOW = compile_multiline_ignoring_case(
     r"\s*$|\s*\n|\s*[.,:;!?)\]}\"'\u201d\u00bb>|(\[\u2013\u2014-]"
     rf"|\s+(?:{words.AFTER_A_SCORE})(?!\w)"
 )
 
-FROM_1_TO_5 = make_pattern(
+FROM_1_TO_5 = compile_multiline_ignoring_case(
     rf"(?<![\w.,/-])1\s*(?:\([^()\n]*\))?\s*(?:{words.SCALE_TO})\s*5(?![\w/%]|[.,]\d)"
     r"(?:\s*\([^()\n]*\))?|\b5[- ]point\b"
 )
@@ -101,35 +110,35 @@ OPENING_SCALE = re.compile(
     rf"(?:{words.SCALE})\b\s*(?:of|from|von|de|da)?[\s,:()-]*",
     re.IGNORECASE,
 )
-FULL_MARKS = make_pattern(
+FULL_MARKS = compile_multiline_ignoring_case(
     r"\(?(?:满分|滿分|満点)[为是は:]?\s*5\s*[分点]?\)?[,、]?|5\s*[分点]\s*(?:满分|制|満点(?!中))[,、で]?"
 )
-WHOLE_FIRST = make_pattern(
+WHOLE_FIRST = compile_multiline_ignoring_case(
     r"5\s*(?:点|點|分|점|つ星)?\s*"
     rf"(?:{words.OVER_AFTER_WHOLE})[^\d\n]{{0,4}}(?P<number>\d+(?:[.,]\d+)?)"
 )
 
-VERDICT = make_pattern(
-    rf"(?:{label_pattern('score rating grade mark')}\s+(?:of|at|as)\s"
+VERDICT = compile_multiline_ignoring_case(
+    rf"(?:{make_label_regex('score rating grade mark')}\s+(?:of|at|as)\s"
     rf"|(?<!\w)(?:{words.GIVES})(?!\w)(?:\s+(?:{words.GIVEN_TO}))*(?:\s+(?:an?|as|at|with))*\s"
     rf"|\b(?:{words.SO})\b,?(?:\s+(?:it\s+is|it's|a|i\s+say))?\s"
     rf"|(?:{words.VERDICT_WITHOUT_SPACE}),?\s*"
     r"|(?:\bis|it's|that's)\s+an?\s+(?:\w+\s)?)"
 )
-DENIAL = make_pattern(rf"\b(?:{words.DENIES})\b|n['\u2019]t\b")
-NAMED_NUMBER = make_pattern(
+DENIAL = compile_multiline_ignoring_case(rf"\b(?:{words.DENIES})\b|n['\u2019]t\b")
+NAMED_NUMBER = compile_multiline_ignoring_case(
     rf"(?:^|[,;|]\s)(?P<name>[^\n:=,;|]{{1,60}}?)\s*[:=](?={OPENERS}{VALUE})"
 )
-NUMBERED_LIST = make_pattern(r"\s*\(?1[.)]\s+\D")
+NUMBERED_LIST = compile_multiline_ignoring_case(r"\s*\(?1[.)]\s+\D")
 
 THOUGHT = "think|thinking|thoughts?|seed:think"
 EXPLANATION = "reasoning|reflection|analysis|scratchpad"
-OPENING_OF_THOUGHT = make_pattern(
+OPENING_OF_THOUGHT = compile_multiline_ignoring_case(
     rf"<(?:{THOUGHT}|(?P<explanation>{EXPLANATION}))>|\[THINK\]"
     r"|<\|(?:begin_of_thought|START_THINKING)\|>"
     r"|<\|channel\|?>\s*(?:analysis|thought)"
 )
-END_OF_THOUGHT = make_pattern(
+END_OF_THOUGHT = compile_multiline_ignoring_case(
     rf"</(?:{THOUGHT}|{EXPLANATION})>|\[/THINK\]|<\|(?:end_of_thought|END_THINKING)\|>|<channel\|>"
     r"|<\|channel\|>\s*final(?:<\|message\|>)?"
 )
@@ -139,13 +148,14 @@ END_OF_THOUGHT = make_pattern(
 
 def remove_thoughts(reply: str) -> str:
     """
-    The reply without its thoughts; empty if a thought is still open at the end.
+    A judge's reply without its thoughts; empty if the last thought is never closed.
 
-    An explanation in tags is removed too. If it is still open, the reply ends before it.
+    An explanation in tags is removed too. If the explanation is never closed, everything after its
+    opening tag is removed.
 
     `strip_thoughts` in rewards/statements.py keeps only the text after the last closing tag,
-    because a completion ends with its answer. A judge's score may come before a closed explanation.
-    It does not count if a thought after it is still open.
+    because a completion ends with its answer. In contrast, a judge may write the score before an
+    explanation.
     """
     parts = []
     place = 0
@@ -158,16 +168,15 @@ def remove_thoughts(reply: str) -> str:
     parts.append(reply[place:])
     answer = "".join(parts)
 
-    # Some chat templates open the thought themselves, so that the reply only closes it.
+    # Some chat templates open the thought themselves, so the reply contains only its closing tag.
     last_end = max((closing.end() for closing in END_OF_THOUGHT.finditer(answer)), default=0)
     return answer[last_end:]
 
 
-def plain_text(reply: str) -> str:
+def remove_markup_and_normalize(reply: str) -> str:
     """
-    The reply without markup, and with digits and signs in their plain forms.
-
-    The middle of a long reply is dropped.
+    The reply without markup, with unusual digits and signs replaced by ASCII. The middle of a long
+    reply is dropped.
     """
     text = reply.strip()
     if len(text) > 2 * LONGEST:
@@ -199,73 +208,86 @@ def plain_text(reply: str) -> str:
         r"^[ \t]*(?:#+|>[ \t]|[-+\u2022\u00b7][ \t]|\|)[ \t]*", "", text, flags=re.MULTILINE
     )
     text = re.sub(r"<\|[^<>|\n]{1,30}\|>", " ", text)
-    text = re.sub(words.POLITE_IS, "", text.replace("。", "."))  # "is", after a number
+    # removes the Korean or Japanese word for "is", which may follow a number
+    text = re.sub(words.POLITE_IS, "", text.replace("。", "."))
     text = re.sub(rf"(?<={CJK})(?=\d)|(?<=\d)(?={CJK})", " ", text)
     text = WHOLE_FIRST.sub(r"\g<number>/5 ", text)
     return FULL_MARKS.sub("", text).strip()
 
 
-def remove_scales(text: str) -> str:
-    """The text without mentions of the scale, such as "on a scale from 1 (worst) to 5 (best)"."""
+def remove_scale_descriptions(text: str) -> str:
+    """
+    The text without descriptions of the scale, such as "on a scale from 1 (worst) to 5 (best)".
+    """
     return OPENING_SCALE.sub("", FROM_1_TO_5.sub("", text)).strip()
 
 
 # ---- numbers
 
 
-class Value(NamedTuple):
-    """A number that a judge wrote."""
+class NumberInReply(NamedTuple):
+    """A number in a judge's reply."""
 
-    score: int | None  # 1 to 5; None if the number is no score
-    end: int  # the place in the text after the number
+    score: int | None  # 1 to 5; None if the number is not a score
+    end: int  # the position in the text just after the number
 
 
-def read_number(text: str) -> float:
-    """The number that a text spells: 4 for "4", "4.0", "4,0" and "four"."""
+def parse_number_or_word(text: str) -> float:
+    """The number that a text spells, such as 4 for "4", "4.0", "4,0" and "four"."""
     word = text.casefold()
     return float(VALUE_OF_WORD[word]) if word in VALUE_OF_WORD else float(text.replace(",", "."))
 
 
-def is_one_of_several(text: str, value: re.Match[str]) -> bool:
-    """Whether another number follows directly, as in "3-4", "3 or 4" and "3, 4"."""
-    number = read_number(value["number"])
+def is_followed_by_other_number(text: str, number_match: re.Match[str]) -> bool:
+    """
+    Whether a different number follows directly after the matched number, as in "3-4" or "3, 4".
+    """
+    number = parse_number_or_word(number_match["number"])
     for pattern in (JOINED_NUMBER, LISTED_NUMBER, NUMBER_ON_NEXT_LINE):
-        next_number = pattern.match(text, value.end())
-        if next_number is not None and read_number(next_number[1]) != number:
+        next_number = pattern.match(text, number_match.end())
+        if next_number is not None and parse_number_or_word(next_number[1]) != number:
             return True
     return False
 
 
-def score_in_match(text: str, value: re.Match[str]) -> int | None:
-    """The score in a match of `VALUE`: an integer from 1 to 5, alone or "out of 5"."""
-    number = read_number(value["number"])
-    scale = read_number(value["scale"]) if value["scale"] else 5
+def score_from_number_match(text: str, number_match: re.Match[str]) -> int | None:
+    """
+    The score in a match of `VALUE`: an integer from 1 to 5, optionally followed by "out of 5". None
+    if the number is not a score.
+    """
+    number = parse_number_or_word(number_match["number"])
+    scale = parse_number_or_word(number_match["scale"]) if number_match["scale"] else 5
     if scale != 5 or number not in range(1, 6):
         return None
-    if is_one_of_several(text, value) or UNFINISHED.match(text, value.end()):
+    if is_followed_by_other_number(text, number_match) or UNFINISHED.match(
+        text, number_match.end()
+    ):
         return None
     return int(number)
 
 
-def value_at(text: str, place: int) -> Value | None:
-    """The number at a place of a text; None if there is no number."""
-    value = OPENED_VALUE.match(text, place)
-    return Value(score_in_match(text, value), value.end()) if value else None
+def number_at(text: str, position: int) -> NumberInReply | None:
+    """The number that begins at a position in a text; None if no number begins there."""
+    value = OPENED_VALUE.match(text, position)
+    return NumberInReply(score_from_number_match(text, value), value.end()) if value else None
 
 
-# ---- rules: each returns a list of the scores that it reads, with None for a number that is no
-# score. A rule that does not apply returns an empty list.
+# ---- rules: each rule returns a list of the scores that it finds, with None for a number that is
+# not a score. A rule that does not apply returns an empty list.
 
 Scores = list[int | None]
 
 
-class Pairs(list[tuple[str, Any]]):
-    """The keys and values of a JSON object. A key that the object repeats is repeated here."""
+class JsonObjectPairs(list[tuple[str, Any]]):
+    """
+    The keys and values of a JSON object as pairs. A key that occurs twice in the object has two
+    pairs.
+    """
 
 
-def json_objects(text: str) -> Iterator[Pairs]:
-    """The outermost JSON objects in a text."""
-    decoder = json.JSONDecoder(object_pairs_hook=Pairs)
+def iterate_json_objects(text: str) -> Iterator[JsonObjectPairs]:
+    """Yields the outermost JSON objects in a text."""
+    decoder = json.JSONDecoder(object_pairs_hook=JsonObjectPairs)
     place = text.find("{")
     while place >= 0:
         try:
@@ -277,50 +299,52 @@ def json_objects(text: str) -> Iterator[Pairs]:
         place = text.find("{", end)
 
 
-def json_numbers(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def iterate_keyed_leaves(json_value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """
-    Every number and text in a JSON value, with its key.
+    Yields every number, string, boolean and null in a JSON value, each with its key.
 
-    A `value` or `number` in an object gets the object's key.
+    If the key inside an object is `value` or `number`, the object's own key is used instead.
     """
-    if isinstance(content, Pairs):
-        for name, inner in content:
-            yield from json_numbers(inner, key if key and name in ("value", "number") else name)
-    elif isinstance(content, list):
-        for inner in content:
-            yield from json_numbers(inner, key)
+    if isinstance(json_value, JsonObjectPairs):
+        for name, inner in json_value:
+            yield from iterate_keyed_leaves(
+                inner, key if key and name in ("value", "number") else name
+            )
+    elif isinstance(json_value, list):
+        for inner in json_value:
+            yield from iterate_keyed_leaves(inner, key)
     else:
-        yield key, content
+        yield key, json_value
 
 
-def json_score(content: Any) -> int | None:
-    """The score in a JSON value such as 4, 4.0, "4" or "4/5"; None if it is no score."""
-    if isinstance(content, bool) or not isinstance(content, (int, float, str)):
+def score_from_json_value(json_value: Any) -> int | None:
+    """The score in a JSON value such as 4, 4.0, "4" or "4/5"; None if the value is not a score."""
+    if isinstance(json_value, bool) or not isinstance(json_value, (int, float, str)):
         return None
-    text = plain_text(str(content))
-    value = value_at(text, 0)
+    text = remove_markup_and_normalize(str(json_value))
+    value = number_at(text, 0)
     return value.score if value else None
 
 
 def scores_in_json(reply: str) -> Scores:
     """
-    Rule: the score is a JSON object's `score` or `rating`.
+    Rule: the score is the value of a JSON object's key `score`, `rating` or a similar label.
 
-    Without such a key, the object's only number is the score.
+    If no JSON object has such a key, the score is the only number in the objects.
     """
     labelled: Scores = []
     overall: Scores = []
     numbers: Scores = []
-    for content in json_objects(reply):
-        for key, inner in json_numbers(content):
+    for content in iterate_json_objects(reply):
+        for key, inner in iterate_keyed_leaves(content):
             name = re.sub(r"[\s_-]+", " ", unicodedata.normalize("NFKC", key)).strip()
             label = re.search(rf"(?P<label>{LABEL})$", name, re.IGNORECASE)
             if label and not OF_OTHERS.search(name[: label.start()]):
-                labelled.append(json_score(inner))
+                labelled.append(score_from_json_value(inner))
                 if ENDS_IN_OVERALL.search(name[: label.start()]):
-                    overall.append(json_score(inner))
+                    overall.append(score_from_json_value(inner))
             elif isinstance(inner, (int, float)) and not isinstance(inner, bool):
-                numbers.append(json_score(inner))
+                numbers.append(score_from_json_value(inner))
     if overall or labelled:
         return overall or labelled
     return numbers if len(numbers) == 1 else []
@@ -328,15 +352,17 @@ def scores_in_json(reply: str) -> Scores:
 
 def labelled_scores(text: str) -> Scores:
     """
-    Rule: the number after `score`, `rating` or a similar label in any language is the score.
+    Rule: the score is the number after `score`, `rating` or a similar label in any language.
 
-    The number in [[n]] is a score too. An overall score takes precedence over other scores. A label
-    with words after it is ignored if another label has a number.
+    A number in double brackets, such as [[4]], is a score too. An overall score takes precedence
+    over other scores. A label that is followed by words is ignored if another label is followed by
+    a number.
     """
     plain: Scores = []
     overall: Scores = []
     has_words = False
-    places = set()  # of the labels already read: several patterns may match one label
+    # positions of the labels already read, since several patterns may match one label
+    places = set()
     for pattern in (LABEL_AND_COLON, LABEL_AND_IS, LABEL_AT_START):
         for label in pattern.finditer(text):
             place = label.start("label")
@@ -345,7 +371,7 @@ def labelled_scores(text: str) -> Scores:
             is_other = re.search(rf"\b(?:{words.NO_LABEL})\b", free, re.IGNORECASE)
             if place in places or is_other or OF_OTHERS.search(before):
                 continue
-            value = value_at(text, label.end())
+            value = number_at(text, label.end())
             if pattern is not LABEL_AND_COLON and (
                 value is None or not MAY_FOLLOW.match(text, value.end)
             ):
@@ -357,21 +383,21 @@ def labelled_scores(text: str) -> Scores:
                 overall.append(value.score)
             else:
                 plain.append(value.score)
-    plain += [score_in_match(text, marked) for marked in IN_BRACKETS.finditer(text)]
+    plain += [score_from_number_match(text, marked) for marked in IN_BRACKETS.finditer(text)]
     scores = overall or plain
     return scores or ([None] if has_words else [])
 
 
 def weakly_labelled_scores(text: str) -> Scores:
     """
-    Rule: the number after a weak label is the score if the statement ends there.
+    Rule: the score is the number after a weak label, if the statement ends after the number.
 
-    A weak label is a word that may mean something else, such as `note`, `grade` or `answer`.
+    A weak label is a word with other meanings besides a score, such as `note`, `grade` or `answer`.
     """
     plain: Scores = []
     overall: Scores = []
     for label in WEAK_LABEL.finditer(text):
-        value = value_at(text, label.end())
+        value = number_at(text, label.end())
         if value and value.score and MAY_FOLLOW.match(text, value.end):
             is_overall = re.match(words.OVERALL, label[0], re.IGNORECASE)
             (overall if is_overall else plain).append(value.score)
@@ -379,8 +405,11 @@ def weakly_labelled_scores(text: str) -> Scores:
 
 
 def opening_scores(text: str, was_cut: bool) -> Scores:
-    """Rule: the number that opens the reply is the score, unless it counts things or list items."""
-    value = value_at(text, 0)
+    """
+    Rule: the score is the number that opens the reply, unless this number counts things or list
+    items.
+    """
+    value = number_at(text, 0)
     if value is None or not MAY_FOLLOW.match(text, value.end):
         return []
     if NUMBERED_LIST.match(text) and (was_cut or re.search(r"\d", text[value.end :])):
@@ -388,12 +417,14 @@ def opening_scores(text: str, was_cut: bool) -> Scores:
     return [value.score]
 
 
-def scores_under_a_name(text: str) -> Scores:
-    """Rule: the number in a line such as "Scrutiny: 4" is the score if there is no other score."""
+def scores_after_names_with_colon(text: str) -> Scores:
+    """
+    Rule: the score is the number after a name and a colon or equals sign, as in "Scrutiny = 4".
+    """
     scores: Scores = []
     for line in NAMED_NUMBER.finditer(text):
         is_other = re.search(rf"\b(?:{words.NO_NAME})s?\b", line["name"], re.IGNORECASE)
-        value = value_at(text, line.end())
+        value = number_at(text, line.end())
         if value and not is_other and MAY_FOLLOW.match(text, value.end):
             scores.append(value.score)
     return scores
@@ -401,24 +432,28 @@ def scores_under_a_name(text: str) -> Scores:
 
 def scores_in_verdicts(text: str) -> Scores:
     """
-    Rule: the number in "I give 4", "so 4" or "this is a 4" is a score.
+    Rule: the score is the number in "I give 4", "so 4" or "this is a 4".
 
-    It is no score if the sentence denies it or only supposes it.
+    The number is ignored if the sentence denies the verdict or only supposes it, with a word such
+    as "not" or "if".
     """
     scores: Scores = []
     for verdict in VERDICT.finditer(text):
-        value = value_at(text, verdict.end())
+        value = number_at(text, verdict.end())
         sentence = re.split(r"[.!?;\n]", text[: verdict.start()])[-1]
         if value and MAY_FOLLOW.match(text, value.end) and not DENIAL.search(sentence):
             scores.append(value.score)
     return scores
 
 
-def lone_scores(text: str) -> Scores:
-    """Rule: a reply's only number is the score if it fills the reply or a line, or is out of 5."""
+def scores_of_lone_numbers(text: str) -> Scores:
+    """
+    Rule: the score is the reply's only number, if it is alone in the reply or in its line, or is
+    followed by "out of 5".
+    """
     values = list(re.finditer(VALUE, text, re.IGNORECASE))
     if not re.search(r"\w", re.sub(VALUE, "", text, flags=re.IGNORECASE)):
-        return [score_in_match(text, value) for value in values]
+        return [score_from_number_match(text, value) for value in values]
     values = [value for value in values if value["number"][0].isdigit()]
     digits = sum(len(re.findall(r"\d+(?:[.,]\d+)?", value[0])) for value in values)
     if len(values) != 1 or digits != len(re.findall(r"\d+(?:[.,]\d+)?", text)):
@@ -427,20 +462,20 @@ def lone_scores(text: str) -> Scores:
     line = text[text.rfind("\n", 0, value.start()) + 1 :].partition("\n")[0]
     is_line = not re.sub(r"[\W_]", "", line.replace(value[0], ""))
     if is_line or (value["scale"] and MAY_FOLLOW.match(text, value.end())):
-        return [score_in_match(text, value)]
+        return [score_from_number_match(text, value)]
     return []
 
 
 def read_score(reply: str, was_cut: bool = False) -> int | None:
     """
-    The score in a judge's reply, 1 to 5; None if it is unreadable.
+    The score from 1 to 5 in a judge's reply; None if the reply has no readable score.
 
-    was_cut: whether the reply ended at its token limit. Then a score counts only if it opens the
-    reply or has a label.
+    was_cut: whether the reply ended at its token limit. In a reply that was cut off, a score counts
+    only if it opens the reply or has a label.
     """
     answer = remove_thoughts(reply)
-    text = plain_text(answer)
-    unscaled = remove_scales(text)
+    text = remove_markup_and_normalize(answer)
+    unscaled = remove_scale_descriptions(text)
     rules = [
         lambda: scores_in_json(answer[-2 * LONGEST :]),
         lambda: labelled_scores(text),
@@ -449,9 +484,9 @@ def read_score(reply: str, was_cut: bool = False) -> int | None:
     ]
     if not was_cut:
         rules += [
-            lambda: scores_under_a_name(unscaled),
+            lambda: scores_after_names_with_colon(unscaled),
             lambda: scores_in_verdicts(unscaled),
-            lambda: lone_scores(unscaled),
+            lambda: scores_of_lone_numbers(unscaled),
         ]
     for find_scores in rules:
         scores = find_scores()

@@ -1,8 +1,8 @@
 """
-Words that judges write in many languages: score labels, numbers, units and signs of a verdict.
+The words, in many languages, that judges use for scores: labels, numbers, units and verdicts.
 
-Each entry is a pattern for `re` in which `|` separates words, or a list of words. Case does not
-matter. judging/replies.py uses them.
+Each constant is either a list of words or a pattern for `re` that separates words by `|`. Upper and
+lower case do not matter. judging/replies.py uses these constants.
 """
 
 NUMBERS = {
@@ -19,7 +19,7 @@ NUMBERS = {
     10: "ten zehn dix diez dieci dez десять tien 十",
 }
 
-# If the number after one of these labels is no score, the reply is unreadable.
+# If the number after one of these labels is not a score, the reply is unreadable.
 LABELS = """
     score rating bewertung punktzahl wertung benotung gesamtnote notation évaluation puntuación
     puntaje calificación valoración punteggio valutazione voto pontuação avaliação classificação
@@ -30,7 +30,7 @@ LABELS = """
     得点 採点 評点 점수 평점 평가 스코어
 """
 
-# These words also mean other things, so they are labels only if a score follows.
+# Words that also have other meanings, so they count as labels only if a score follows.
 WEAK_LABELS = """
     note nota grade mark marks points result answer verdict evaluation assessment judgment judgement
     overall total final conclusion ergebnis urteil gesamt punkte cijfer nilai karakter wynik známka
@@ -42,14 +42,14 @@ OVERALL = (
     "|итог|итоговая|общая|总|最终|综合|総合|最終|최종|종합|총"
 )
 
-# A label next to one of these words introduces something else, as in "score explanation:".
+# A label next to one of these words does not introduce a score, as in "score explanation:".
 NO_LABEL = (
     "explanation|justification|reason|reasoning|rationale|criteria|guide|guidelines|scale|range"
     "|breakdown|meaning|rubric|system|description|because|since|why|depends?|based"
     "|begründung|explication|razón"
 )
 
-# A number under one of these names is no score: "step 1: 3".
+# A number after one of these names is not a score: "step 1: 3".
 NO_NAME = "criterion|step|part|question|item|point|note|section|count|number|total\\s+of"
 
 UNITS = (
@@ -58,18 +58,19 @@ UNITS = (
 )
 UNITS_WITHOUT_SPACE = "分|点|點|점|つ星|星"
 
-# The words between the numbers of "4 out of 5". In the next pattern, the 5 comes first: "5点中4点".
+# Words between two numbers, such as "out of" in "4 out of 5". In the next pattern, the 5 comes
+# first: "5点中4点".
 OVER = "/|out\\s+of|of|von|aus|de|sur|su|из|van|av|af|em|dari|trên|od|z|op|από|من"
 OVER_AFTER_WHOLE = "満点中|中的?|만점에|만점 중|에서|üzerinden|में से"
 POLITE_IS = "입니다|이에요|です"
 
-# "3 to 4" and "3 or 4"
+# words between two numbers, as in "3 to 4" and "3 or 4"
 RANGE = "to|or|and|bis|oder|und|ou|et|o|y|e|a|à|или|и|до|から|或者|或|至|到|와|또는"
-# "1 to 5" and "a scale"
+# words in descriptions of a scale, as in "1 to 5" and "a scale"
 SCALE_TO = "-|\u2013|\u2014|~|to|through|bis|a|à|al|até|do|до|tot|til|till|から|到|至"
 SCALE = "scale|skala|échelle|escala|scala"
 
-# Words that may follow a score at once: "4 because".
+# Words that may follow directly after a score, such as "because" in "4 because".
 AFTER_A_SCORE = (
     "because|since|as|for|to|with|but|and|on|due|given|it|the|this|that|there|answer|response|reply"
     "|overall|weil|da|denn|die|der|das|car|parce|le|la|porque|el|perché|il|потому|так|ответ|因为|因為"
@@ -77,7 +78,7 @@ AFTER_A_SCORE = (
 ARTICLES = "an?|une?|una|um|eine?|een"
 IS = "is|ist|est|es|equals"
 
-# "I give it a 4", "so 4"
+# words before a score in a sentence, as in "I give it a 4" and "so 4"
 GIVES = (
     "give|gives|gave|giving|assign|award|rate|grade|score|scores|deserves?|earns?|gets?|merits?"
     "|receives?|say|choose|vergebe|gebe|donne|doy|daría|darei|dou|ставлю|geef"

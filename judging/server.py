@@ -1,14 +1,14 @@
 """
-Client of an OpenAI-compatible server: requests chat completions, several at once.
+A client for OpenAI-compatible servers: sends several requests for chat completions at once.
 
-Each request has a time limit, and each reply a size limit. Redirects are not followed. A
+Each request has a time limit, and each reply has a size limit. Redirects are not followed. A
 request is repeated if the server is unreachable or the reply is cut off. If the server is busy
-(judging/busy.py), all requests pause, and then half as many run at once. A setting that the server
-refuses is dropped or renamed, and a refused system message is moved into the user's message; a
-console line says so.
+(judging/busy.py), all requests pause, and afterwards half as many run at once. If the server
+refuses a setting, the setting is dropped or renamed. If the server refuses a system message, its
+text is moved into the user's message. A console line reports most of these changes.
 
-The content of requests and the meaning of replies are in judging/remote_judge.py and
-evaluation/served_policy.py.
+This file does not cover what requests contain or what replies mean (judging/remote_judge.py,
+evaluation/served_policy.py).
 """
 
 import asyncio
@@ -28,25 +28,27 @@ from judging import busy
 from text.documents import read_json
 from text.printable import escape_invisible, redact_secrets
 
-# status codes after which a retry may help; proxies have invented many of them
+# status codes after which a retry may help; proxies use many codes from 500 to 599
 TRANSIENT = {408, 409, 425, *range(500, 600)}
-# as in the messages of vLLM, llama.cpp and OpenAI
+# matches the messages that vLLM, llama.cpp and OpenAI send if a prompt is too long
 TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)
-PATIENCE = 600.0  # seconds of pauses without a reply, after which a busy server is given up
-LONGEST_WAIT = 3600.0  # seconds; the run ends if a server asks for a longer wait
-LONGEST_PAUSE = 60.0  # seconds between two tries of a failed request
-SHORTEST_PRINTED_PAUSE = 5.0  # seconds; a shorter pause is not worth a line
-GROW_AFTER = 32  # replies after which one more request may run at once again
-MIN_TOKENS_PER_SECOND = 1  # a slower server counts as dead
-MAX_REPLY_BYTES = 10**7  # a normal reply has thousands
-TEMPLATE_SETTINGS = "chat_template_kwargs"  # the settings of the server's chat template
-# settings outside the protocol; one that the server refuses is not sent again
+PATIENCE = 600.0  # after this many seconds of pauses without a reply, the run ends
+LONGEST_WAIT = 3600.0  # seconds; if a server asks for a longer wait, the run ends
+LONGEST_PAUSE = 60.0  # the maximum number of seconds between two tries
+SHORTEST_PRINTED_PAUSE = 5.0  # seconds; a shorter pause is not reported
+GROW_AFTER = 32  # after this many replies, one more request may run at once
+MIN_TOKENS_PER_SECOND = 1  # a request to a slower server times out
+MAX_REPLY_BYTES = 10**7  # a normal reply has thousands of bytes
+TEMPLATE_SETTINGS = "chat_template_kwargs"  # the request's settings for the server's chat template
+
+# settings outside the protocol; a setting that the server refuses is not sent again
 OPTIONAL_SETTINGS = (TEMPLATE_SETTINGS, "top_k", "min_p")
-# two names of one setting
+# two names for the same setting, the maximum number of tokens in a reply
 MAX_TOKENS = "max_tokens"
 MAX_COMPLETION_TOKENS = "max_completion_tokens"
-SETTING_REFUSALS = {400, 422}  # status codes of a server that refuses a setting
-# status codes of refusals that no system message causes
+SETTING_REFUSALS = {400, 422}  # status codes with which a server refuses a setting
+
+# status codes of refusals that are never due to a system message
 OTHER_REFUSALS = {401, 402, 403, 408, 409, 413, 425, 429}
 NO_SUCH_SETTING = re.compile(
     r"not? support|unsupported|unrecognized|unknown|unexpected|not (?:permitted|allowed)|extra"
@@ -56,48 +58,50 @@ NO_SUCH_SETTING = re.compile(
 ABOUT_ROLES = re.compile(r"system|role|template|jinja", re.IGNORECASE)
 
 
-class FlagNames(NamedTuple):
-    """The names of the user's settings for a server, as messages show them."""
+class ServerSettingNames(NamedTuple):
+    """The names of a server's flags and environment variable, as messages show them."""
 
     url: str
     model: str
-    key: str  # an environment variable
-    length: str  # a lower value of this setting makes a request shorter
+    key: str  # the name of an environment variable
+    length: str  # the setting that the user should lower if a request is too long
 
 
-class Reply(NamedTuple):
-    """A model's reply to one request."""
+class ChatReply(NamedTuple):
+    """A model's reply to one request, or the reason why there is no reply."""
 
     text: str
-    # log-probabilities of the likeliest first tokens, by text; empty if not returned
+    # log-probabilities of the likeliest first tokens, by the token's text; empty if not returned
     first_logprobs: dict[str, float]
-    # why there is no reply: the prompt is too long for the model, or the protocol is another one
+    # why there is no reply: the prompt is too long, or the server sent no chat completion
     problem: str = ""
-    thought: str = ""  # text before the reply, if the server separates it
+    thought: str = ""  # the model's thought, if the server returns it separately
     finish_reason: str = "stop"  # or "length"
-    prompt_tokens: int | None = None  # None: the server does not say
+    prompt_tokens: int | None = None  # None if the server does not say
 
 
-class Response(NamedTuple):
-    """The outcome of one try: an HTTP response, or the problem that prevented it."""
+class RequestOutcome(NamedTuple):
+    """The outcome of one try: an HTTP response, or the problem that prevented a response."""
 
-    status: int = 0  # 0: no response
-    headers: Mapping[str, str] = {}  # by name in lower case
+    status: int = 0  # 0 if there was no response
+    headers: Mapping[str, str] = {}  # by lower-case name
     content: bytes = b""
     problem: str = ""
 
 
-def merge_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with the text of a leading system message moved into the user's message."""
+def merge_system_into_user_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Returns the messages with the text of a leading system message moved into the user's message.
+    """
     if not messages or messages[0]["role"] != "system":
         return list(messages)
     system, user, *rest = messages
     return [user | {"content": f"{system['content']}\n\n{user['content']}"}, *rest]
 
 
-def has_system_message(body: dict[str, Any]) -> bool:
-    """Whether a request begins with a system message, followed by the text of a user."""
-    messages = body.get("messages") or []
+def begins_with_system_and_user(request_body: dict[str, Any]) -> bool:
+    """Whether a request begins with a system message followed by a user's message."""
+    messages = request_body.get("messages") or []
     if len(messages) < 2:
         return False
     system, user = messages[:2]
@@ -106,11 +110,11 @@ def has_system_message(body: dict[str, Any]) -> bool:
     return isinstance(system.get("content"), str) and isinstance(user.get("content"), str)
 
 
-def read_content(content: Any) -> tuple[str, str]:
+def split_text_and_thought(content: Any) -> tuple[str, str]:
     """
-    The text and the thought in a message's content: a text, null, or a list of parts.
+    The text and the thought in a reply's content, which is a string, null, or a list of parts.
 
-    Raises TypeError for anything else.
+    Raises TypeError if the content is anything else.
     """
     if content is None or isinstance(content, str):
         return content or "", ""
@@ -120,20 +124,21 @@ def read_content(content: Any) -> tuple[str, str]:
     thoughts = []
     for part in content:
         if "thinking" in part:
-            text, _ = read_content(part["thinking"])
+            text, _ = split_text_and_thought(part["thinking"])
             thoughts.append(text)
         elif isinstance(part["text"], str):
             texts.append(part["text"])
         else:
-            raise TypeError("a part whose text is none")
+            raise TypeError("a content part whose text is not a string")
     return "".join(texts), "".join(thoughts)
 
 
-class Pace:
+class RequestLimiter:
     """
-    Limits how many requests run at once.
+    Limits how many requests to a server run at once.
 
-    A busy server halves the limit and pauses all requests. Replies let the limit grow again.
+    If the server is busy, all requests pause and the limit is halved. After enough replies, the
+    limit grows again.
     """
 
     def __init__(self, max_requests: int):
@@ -141,21 +146,26 @@ class Pace:
         self.limit = max_requests
         self.num_replies = 0
         self.num_pauses = 0
-        self.begin()
+        self.prepare_for_new_event_loop()
 
-    def begin(self) -> None:
-        """Prepares for the requests of another event loop. The limit stays the same."""
+    def prepare_for_new_event_loop(self) -> None:
+        """
+        Resets everything except the limit, because a new event loop will send the next requests.
+        """
         self.num_running = 0
         self.is_paused = False
         self.num_pauses_without_reply = 0
-        self.seconds_without_reply = 0.0  # the seconds of these pauses
-        self.changed = asyncio.Condition()
+        self.seconds_without_reply = 0.0  # the total length of the pauses since the last reply
+        self.state_changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[int]:
-        """Waits for a place among the running requests. Yields the number of pauses so far."""
-        async with self.changed:
-            await self.changed.wait_for(
+    async def wait_for_slot(self) -> AsyncIterator[int]:
+        """
+        Waits until another request may run, and counts it as running. Yields the number of pauses
+        so far.
+        """
+        async with self.state_changed:
+            await self.state_changed.wait_for(
                 lambda: not self.is_paused and self.num_running < self.limit
             )
             self.num_running += 1
@@ -163,27 +173,31 @@ class Pace:
             yield self.num_pauses
         finally:
             self.num_running -= 1
-            async with self.changed:
-                self.changed.notify_all()
+            async with self.state_changed:
+                self.state_changed.notify_all()
 
-    async def pause(self, seconds: float, sleep: Callable[[float], Awaitable[None]]) -> None:
-        """Holds all requests back. The first pause after a reply halves the limit."""
-        self.limit = self.next_limit
+    async def pause_and_lower_limit(
+        self, seconds: float, sleep: Callable[[float], Awaitable[None]]
+    ) -> None:
+        """
+        Pauses all requests that have not been sent. The first pause after a reply halves the limit.
+        """
+        self.limit = self.limit_after_pause
         self.num_pauses += 1
         self.num_pauses_without_reply += 1
         self.seconds_without_reply += seconds
         self.is_paused = True
         await sleep(seconds)
         self.is_paused = False
-        async with self.changed:
-            self.changed.notify_all()
+        async with self.state_changed:
+            self.state_changed.notify_all()
 
     @property
-    def next_limit(self) -> int:
-        """The limit after a pause that begins now."""
+    def limit_after_pause(self) -> int:
+        """The limit that will apply after a pause that begins now."""
         return self.limit if self.num_pauses_without_reply else max(1, self.limit // 2)
 
-    def note_reply(self) -> None:
+    def note_reply_and_raise_limit(self) -> None:
         self.num_pauses_without_reply = 0
         self.seconds_without_reply = 0.0
         self.num_replies += 1
@@ -193,24 +207,24 @@ class Pace:
 
 class Endpoint:
     """
-    The server at a URL, and the name of one of its models.
+    Sends requests to one model on the server at a URL.
 
-    key: a bearer token, sent to no other host.
-    tokens: the most tokens of a long reply; they lengthen the time limit.
-    may_adapt: whether a refused system message may be moved into the user's message, and whether a
-    refused temperature may be dropped.
-    sleep and now: the clock.
+    key: a bearer token, which is sent only to this server.
+    tokens: the maximum number of tokens in a reply; more tokens mean a longer time limit.
+    may_adapt: whether requests may be changed if the server refuses a system message or a
+    temperature.
+    sleep, now: the functions that wait and that return the time.
 
     Raises ValueError if the URL or the key is malformed.
     """
 
-    concurrency = 8  # requests at once
-    retries = 5  # how often a failed request is repeated
-    first_pause = 0.5  # seconds between the first two tries; later pauses double
+    concurrency = 8  # the maximum number of requests at once
+    retries = 5  # how many times a failed request is repeated
+    first_pause = 0.5  # seconds between the first two tries; each later pause is twice as long
 
     def __init__(
         self,
-        flags: FlagNames,
+        flags: ServerSettingNames,
         url: str,
         model: str,
         key: str | None = None,
@@ -220,308 +234,355 @@ class Endpoint:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         now: Callable[[], float] = time.time,
     ):
-        check_url(flags, url)
+        check_server_url(flags, url)
         if key is not None and not re.fullmatch(r"[\x21-\x7e]+", key):
-            raise ValueError(f"{flags.key} has characters that no key has; set it again")
+            raise ValueError(f"{flags.key} has characters that a key cannot have; set it again")
         self.flags = flags
         self.model = model
         self.key = key or ""
         self.timeout = 60 + tokens / MIN_TOKENS_PER_SECOND  # seconds for one request
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # created once, because each client would take 0.2 s to create its own
+        # created only once, because creating it for each client would take 0.2 s
         self.certificates = httpx2.create_ssl_context()
         self.may_adapt = may_adapt
         self.sleep = sleep
         self.now = now
         self.refused_settings: set[str] = set()  # not sent again
-        self.limit_name = MAX_TOKENS  # how this server calls the limit of tokens
-        self.takes_system: bool | None = None  # whether it takes a system message; None: unknown
+        self.limit_name = MAX_TOKENS  # the name that this server uses for the token limit
+
+        # whether the server accepts system messages; None if unknown
+        self.takes_system: bool | None = None
         self.has_replied = False
-        self.pace: Pace | None = None
+        self.pace: RequestLimiter | None = None
 
     @property
     def flag_and_url(self) -> str:
-        """How messages name this server."""
+        """The flag and the URL with which error messages name this server."""
         return f"{self.flags.url} {self.url}"
 
-    def chat(self, bodies: Sequence[dict[str, Any]]) -> Generator[tuple[int, Reply], None, None]:
+    def send_chat_requests(
+        self, request_bodies: Sequence[dict[str, Any]]
+    ) -> Generator[tuple[int, ChatReply], None, None]:
         """
-        Yields each request's place and reply, as they arrive.
+        Sends requests and yields each request's index and reply as soon as the reply arrives.
 
-        A body has `messages` and settings of the protocol.
+        request_bodies: for each request, a dictionary with `messages` and the protocol's settings.
 
-        Raises ValueError, and sends no more requests, if a request is refused or still fails after
-        all retries.
+        If a request is refused, or still fails after all retries, this raises ValueError and sends
+        no further requests.
         """
-        replies = self._replies([{"model": self.model, "stream": False} | body for body in bodies])
+        replies = self._yield_replies(
+            [{"model": self.model, "stream": False} | body for body in request_bodies]
+        )
 
-        async def next_reply() -> tuple[int, Reply] | None:
+        async def next_reply() -> tuple[int, ChatReply] | None:
             return await anext(replies, None)
 
         with asyncio.Runner() as runner:
             while reply := runner.run(next_reply()):
                 yield reply
 
-    async def _replies(self, bodies: list[dict[str, Any]]) -> AsyncIterator[tuple[int, Reply]]:
+    async def _yield_replies(
+        self, bodies: list[dict[str, Any]]
+    ) -> AsyncIterator[tuple[int, ChatReply]]:
         waiting = collections.deque(enumerate(bodies))
-        arrived: asyncio.Queue[tuple[int, Reply] | Exception] = asyncio.Queue()
+        arrived: asyncio.Queue[tuple[int, ChatReply] | Exception] = asyncio.Queue()
         if self.pace is None:
-            self.pace = Pace(self.concurrency)
+            self.pace = RequestLimiter(self.concurrency)
         pace = self.pace
-        pace.begin()
-        # the client follows no redirect, because that could send the key to another host
+        pace.prepare_for_new_event_loop()
+        # The client follows no redirects, because a redirect could send the key to another host.
         client_context = httpx2.AsyncClient(
             headers=self.headers, verify=self.certificates, timeout=self.timeout
         )
         async with client_context as client:
 
-            async def work() -> None:
+            async def send_waiting_requests() -> None:
                 while waiting:
                     place, body = waiting.popleft()
                     try:
-                        reply = await self._request(client, pace, body)
+                        reply = await self._send_with_retries(client, pace, body)
                         arrived.put_nowait((place, reply))
-                    except Exception as error:  # raised again where the reply is awaited
+                    # the loop that awaits the replies raises this error again
+                    except Exception as error:
                         arrived.put_nowait(error)
 
             num_workers = min(self.concurrency, len(bodies))
-            workers = [asyncio.create_task(work()) for _ in range(num_workers)]
+            workers = [asyncio.create_task(send_waiting_requests()) for _ in range(num_workers)]
             try:
                 for _ in bodies:
                     outcome = await arrived.get()
                     if isinstance(outcome, Exception):
                         raise outcome
                     yield outcome
-            finally:  # after a refusal or Ctrl-C, do not wait for the other requests
+            finally:  # after an error or Ctrl-C, do not wait for the other requests
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _send(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Response:
-        """The outcome of one try. Only the beginning of an endless response is read."""
+    async def _send_once(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> RequestOutcome:
+        """
+        Sends a request once and returns the outcome. Only the beginning of an oversized response is
+        read.
+        """
         url = f"{self.url}/chat/completions"
         content = b""
         try:
-            async with asyncio.timeout(self.timeout):  # the client's own restarts with every byte
+            # the client's own timeout restarts with every byte
+            async with asyncio.timeout(self.timeout):
                 async with client.stream("POST", url, json=body) as response:
                     async for part in response.aiter_bytes():
                         content += part
                         if len(content) > MAX_REPLY_BYTES:
                             break
         except TimeoutError:
-            return Response(problem=f"no whole reply within {self.timeout:g} s")
-        except httpx2.RequestError as error:  # refused, reset, cut off
-            return Response(problem=self._shorten(str(error)) or type(error).__name__)
+            return RequestOutcome(problem=f"no complete reply within {self.timeout:g} s")
+        except httpx2.RequestError as error:  # the connection was refused, reset or cut off
+            return RequestOutcome(
+                problem=self._redact_and_shorten(str(error)) or type(error).__name__
+            )
         headers = {name.lower(): value for name, value in response.headers.items()}
-        message = self._shorten(content.decode(errors="replace"))
+        message = self._redact_and_shorten(content.decode(errors="replace"))
         if not message:
-            message = self._shorten(response.reason_phrase)
+            message = self._redact_and_shorten(response.reason_phrase)
         problem = f"status {response.status_code}: {message}"
-        return Response(response.status_code, headers, content, problem)
+        return RequestOutcome(response.status_code, headers, content, problem)
 
-    async def _request(self, client: httpx2.AsyncClient, pace: Pace, body: dict[str, Any]) -> Reply:
-        """The reply to one request, after pauses, retries and changes that the server asks for."""
+    async def _send_with_retries(
+        self, client: httpx2.AsyncClient, pace: RequestLimiter, body: dict[str, Any]
+    ) -> ChatReply:
+        """
+        The reply to one request, after as many pauses, retries and changed requests as it takes.
+        """
         num_failures = 0
-        # the refusal after which the request is tried without a system message
-        refusal: Response | None = None
+        # the refusal that may be due to the system message
+        refusal: RequestOutcome | None = None
         while True:
             is_merged = refusal is not None
-            sent = self._adapt_request(body, is_merged)
-            async with pace.slot() as num_pauses:
-                response = await self._send(client, sent)
+            sent = self._adapt_request_to_server(body, is_merged)
+            async with pace.wait_for_slot() as num_pauses:
+                response = await self._send_once(client, sent)
 
             status = response.status
-            error = busy.find_error(response.content) if status else None
+            error = busy.extract_error(response.content) if status else None
             if status in range(200, 300):
-                status = busy.find_status(error) or status
-            seconds = self._stated_wait(response, error)
-            if busy.is_out_of_quota(status, error, seconds):
-                raise self._quota_error(response)
-            if busy.is_busy(status, error):
-                # Another request, sent at the same time, may have paused all requests already.
+                status = busy.extract_error_status(error) or status
+            seconds = self._stated_wait_seconds(response, error)
+            if busy.says_quota_is_used_up(status, error, seconds):
+                raise self._make_quota_error(response)
+            if busy.says_server_is_busy(status, error):
+                # Another request that was sent at the same time may already have paused all
+                # requests.
                 if num_pauses == pace.num_pauses:
-                    await self._pause(pace, response, seconds)
+                    await self._pause_or_give_up(pace, response, seconds)
                 continue
 
             if status in range(200, 300):
                 self.has_replied = True
-                pace.note_reply()
-                self._note_system_message(sent, is_merged)
+                pace.note_reply_and_raise_limit()
+                self._note_if_system_message_is_taken(sent, is_merged)
                 return self._parse_reply(response.content)
             if status in (400, 413) and TOO_LONG.search(response.problem):
                 problem = (
-                    f"{response.problem}; lower {self.flags.length}, or give its model more context"
+                    f"{response.problem}; lower {self.flags.length}, or give the server's model "
+                    f"more context"
                 )
-                return Reply("", {}, problem)
-            if status in SETTING_REFUSALS and self._drop_setting(sent, response.problem):
+                return ChatReply("", {}, problem)
+            if status in SETTING_REFUSALS and self._drop_or_rename_setting(sent, response.problem):
                 continue
-            if refusal is None and self._may_refuse_system_message(sent, status, response.problem):
+            if refusal is None and self._may_be_due_to_system_message(
+                sent, status, response.problem
+            ):
                 refusal = response
                 continue
             if status and status not in TRANSIENT:
-                raise self._refusal_error(refusal or response, sent)
+                raise self._make_refusal_error(refusal or response, sent)
 
             num_failures += 1
             if num_failures > self.retries:
-                raise self._failure_error(refusal or response, num_failures)
+                raise self._make_failure_error(refusal or response, num_failures)
             pause = self.first_pause * 2 ** (num_failures - 1)
-            # random, so that requests that failed together do not retry together
+            # a random pause, so that requests that failed together are not repeated together
             pause = max(seconds or 0.0, pause * random.uniform(0.5, 1.0))
             await self.sleep(min(pause, LONGEST_PAUSE))
 
     # ---- a server that is busy
 
-    def _stated_wait(self, response: Response, error: Any) -> float | None:
-        """The seconds that a response says to wait, by the server's clock if it states the time."""
-        now = busy.read_date(response.headers.get("date", ""))
+    def _stated_wait_seconds(self, response: RequestOutcome, error: Any) -> float | None:
+        """
+        The seconds that a response says to wait. A date is compared with the response's own date if
+        it has one.
+        """
+        now = busy.parse_date_timestamp(response.headers.get("date", ""))
         if now is None:
             now = self.now()
-        return busy.find_wait(response.headers, error, now)
+        return busy.wait_seconds_from_response(response.headers, error, now)
 
-    async def _pause(self, pace: Pace, response: Response, seconds: float | None) -> None:
+    async def _pause_or_give_up(
+        self, pace: RequestLimiter, response: RequestOutcome, seconds: float | None
+    ) -> None:
         """
-        Waits as long as a busy server asks. seconds: None if it does not say how long.
+        Pauses all requests for as long as a busy server asks. seconds: how long the server asks to
+        wait; None if the server does not say.
 
-        Raises ValueError if that is too long, or if the server was busy for PATIENCE.
+        Raises ValueError if the server asks for a longer wait than LONGEST_WAIT, or if the server
+        has been busy for PATIENCE seconds.
         """
         if seconds is not None and seconds > LONGEST_WAIT:
             raise ValueError(
-                f"{self.flag_and_url} asks to wait {seconds:.0f} s ({response.problem}); "
-                f"start again then, or name another {self.flags.url}"
+                f"{self.flag_and_url} asks for a wait of {seconds:.0f} s ({response.problem}); "
+                f"start again after that time, or use another {self.flags.url}"
             )
         if pace.seconds_without_reply >= PATIENCE:
             minutes = pace.seconds_without_reply / 60
             raise ValueError(
-                f"{self.flag_and_url} was busy for {minutes:.0f} minutes ({response.problem}); "
-                f"start again later, or name another {self.flags.url}"
+                f"{self.flag_and_url} has been busy for {minutes:.0f} minutes "
+                f"({response.problem}); start again later, or use another {self.flags.url}"
             )
-        # Each pause is at least twice as long as the last: six without a stated time make a minute,
-        # and stated times that are too short become longer.
+        # Each pause is at least twice as long as the previous one. So if the server does not say
+        # how long to wait, six pauses last about a minute; if it asks for waits that are too short,
+        # the pauses still become longer.
         shortest = busy.SHORTEST_PAUSE if seconds is None else self.first_pause
         least = min(shortest * 2**pace.num_pauses_without_reply, LONGEST_PAUSE)
         seconds = max(seconds or 0.0, least)
         if seconds >= SHORTEST_PRINTED_PAUSE:
-            limit = pace.next_limit
+            limit = pace.limit_after_pause
             requests = "one request" if limit == 1 else f"{limit} requests"
-            self._print(
+            self._print_line(
                 f"{self.flag_and_url} is busy ({response.problem}): "
                 f"waiting {seconds:.0f} s, then {requests} at once"
             )
-        await pace.pause(seconds, self.sleep)
+        await pace.pause_and_lower_limit(seconds, self.sleep)
 
     # ---- a server that refuses a setting or a system message
 
-    def _adapt_request(self, body: dict[str, Any], is_merged: bool) -> dict[str, Any]:
+    def _adapt_request_to_server(
+        self, request_body: dict[str, Any], is_merged: bool
+    ) -> dict[str, Any]:
         """
-        The request, without the settings that this server refuses.
+        Returns the request without the settings that this server refuses.
 
-        is_merged: whether the system message moves into the user's message in any case.
+        is_merged: whether to move the system message into the user's message even if the server
+        might accept system messages.
         """
-        sent = {name: value for name, value in body.items() if name not in self.refused_settings}
+        sent = {
+            name: value for name, value in request_body.items() if name not in self.refused_settings
+        }
         if MAX_TOKENS in sent:
             sent[self.limit_name] = sent.pop(MAX_TOKENS)
-        if (is_merged or self.takes_system is False) and has_system_message(sent):
-            sent["messages"] = merge_system_message(sent["messages"])
+        if (is_merged or self.takes_system is False) and begins_with_system_and_user(sent):
+            sent["messages"] = merge_system_into_user_message(sent["messages"])
         return sent
 
-    def _drop_setting(self, sent: dict[str, Any], message: str) -> bool:
+    def _drop_or_rename_setting(self, sent: dict[str, Any], refusal_message: str) -> bool:
         """
-        Drops or renames the setting that a refusal names, for all later requests.
+        Drops or renames the setting that a refusal mentions, in this request and all later
+        requests.
 
-        Returns False if the message names no setting that can be dropped or renamed.
+        Returns False if the message mentions no setting that can be dropped or renamed.
         """
-        optional = {name for name in OPTIONAL_SETTINGS if name in sent and name in message}
+        optional = {name for name in OPTIONAL_SETTINGS if name in sent and name in refusal_message}
         if optional:
             self.refused_settings |= optional
             return True
-        if not NO_SUCH_SETTING.search(message) and MAX_COMPLETION_TOKENS not in message:
+        if (
+            not NO_SUCH_SETTING.search(refusal_message)
+            and MAX_COMPLETION_TOKENS not in refusal_message
+        ):
             return False
-        if MAX_TOKENS in sent and MAX_TOKENS in message:
+        if MAX_TOKENS in sent and MAX_TOKENS in refusal_message:
             if self.limit_name == MAX_TOKENS:
-                self._print(
-                    f"{self.flag_and_url} takes no {MAX_TOKENS}; "
-                    f"it gets {MAX_COMPLETION_TOKENS} instead"
+                self._print_line(
+                    f"{self.flag_and_url} does not accept {MAX_TOKENS}; "
+                    f"sending {MAX_COMPLETION_TOKENS} instead"
                 )
             self.limit_name = MAX_COMPLETION_TOKENS
             return True
-        if self.may_adapt and "temperature" in sent and "temperature" in message:
+        if self.may_adapt and "temperature" in sent and "temperature" in refusal_message:
             if "temperature" not in self.refused_settings:
-                self._print(
-                    f"{self.flag_and_url} takes no temperature; "
-                    "it samples at its own, so scores may differ between runs"
+                self._print_line(
+                    f"{self.flag_and_url} does not accept a temperature; "
+                    "it uses its own, so scores may differ between runs"
                 )
             self.refused_settings.add("temperature")
             return True
         return False
 
-    def _may_refuse_system_message(self, sent: dict[str, Any], status: int, message: str) -> bool:
-        """Whether a refusal may be due to a system message, so that merging it is worth a try."""
-        if not self.may_adapt or self.takes_system or not has_system_message(sent):
+    def _may_be_due_to_system_message(
+        self, sent: dict[str, Any], status: int, refusal_message: str
+    ) -> bool:
+        """Whether a refusal may be due to the request's system message."""
+        if not self.may_adapt or self.takes_system or not begins_with_system_and_user(sent):
             return False
-        if self.takes_system is False:  # another request found this out while this one was running
+        # another request found out in the meantime that the server refuses system messages
+        if self.takes_system is False:
             return True
         if status in range(400, 500):
             return status not in OTHER_REFUSALS
-        return status >= 500 and ABOUT_ROLES.search(message) is not None
+        return status >= 500 and ABOUT_ROLES.search(refusal_message) is not None
 
-    def _note_system_message(self, sent: dict[str, Any], is_merged: bool) -> None:
-        """Learns from an answered request whether the server takes system messages."""
-        if has_system_message(sent):
+    def _note_if_system_message_is_taken(self, sent: dict[str, Any], is_merged: bool) -> None:
+        """After a request succeeds, remembers whether the server accepts system messages."""
+        if begins_with_system_and_user(sent):
             self.takes_system = True
         elif is_merged and self.takes_system is None:
             self.takes_system = False
-            self._print(
-                f"{self.flag_and_url} takes no system message; "
-                "its text opens the user's message instead"
+            self._print_line(
+                f"{self.flag_and_url} does not accept a system message; "
+                "the message's text is put at the beginning of the user's message instead"
             )
 
     # ---- errors that end a run
 
-    def _refusal_error(self, response: Response, sent: dict[str, Any]) -> ValueError:
+    def _make_refusal_error(self, response: RequestOutcome, sent: dict[str, Any]) -> ValueError:
         advice = ""
         if response.status == 404:
             advice = (
-                f"; end the address in /v1, and set {self.flags.model} to a model of this server"
+                f"; the URL should end in /v1, and {self.flags.model} should name a model of this "
+                f"server"
             )
         elif response.status == 401:
-            advice = f"; its key is read from {self.flags.key}"
+            advice = f"; set {self.flags.key} to a valid key"
         elif "logprobs" in sent and "logprobs" in response.problem:
             advice = "; set --judge-mode decode"
         return ValueError(f"{self.flag_and_url} refused a request ({response.problem}){advice}")
 
-    def _quota_error(self, response: Response) -> ValueError:
+    def _make_quota_error(self, response: RequestOutcome) -> ValueError:
         return ValueError(
-            f"{self.flag_and_url} has no quota left ({response.problem}); "
-            f"add to it, or name another {self.flags.url}"
+            f"{self.flag_and_url} says that your quota is used up ({response.problem}); "
+            f"raise the quota, or use another {self.flags.url}"
         )
 
-    def _failure_error(self, response: Response, num_tries: int) -> ValueError:
-        advice = "start it"
+    def _make_failure_error(self, response: RequestOutcome, num_tries: int) -> ValueError:
+        advice = "start the server"
         if self.has_replied:
-            advice = "it answered other requests, so it is slow or busy: wait"
+            advice = "the server answered other requests, so it is slow or busy: wait"
         elif response.status:
-            advice = "it runs but fails: read its log"
+            advice = "the server is running but fails: read its log"
         failure = f"did not answer after {num_tries} tries"
         if response.status:
             failure = f"failed {num_tries} times"
         return ValueError(
             f"{self.flag_and_url} {failure} ({response.problem}); "
-            f"{advice}, or name another {self.flags.url}"
+            f"{advice}, or use another {self.flags.url}"
         )
 
-    def _print(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         tqdm.write(escape_invisible(line), file=sys.stderr)
 
     # ---- replies
 
-    def _parse_reply(self, content: bytes) -> Reply:
-        """The reply in a server's JSON. If this is no chat completion, its `problem` says so."""
+    def _parse_reply(self, content: bytes) -> ChatReply:
+        """
+        Reads a reply from a server's JSON. If the JSON is not a chat completion, the reply's
+        `problem` says so.
+        """
         try:
             record = read_json(content)
             choice = record["choices"][0]
             message = choice["message"]
-            text, thought = read_content(message.get("content"))
+            text, thought = split_text_and_thought(message.get("content"))
             thought = message.get("reasoning_content") or message.get("reasoning") or thought
             first_logprobs = read_first_logprobs(choice)
             if not all(isinstance(part, str) for part in (text, thought, *first_logprobs)):
@@ -529,9 +590,9 @@ class Endpoint:
             usage = record.get("usage") or {}
             num_prompt_tokens = usage.get("prompt_tokens")
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-            shown = self._shorten(content.decode(errors="replace"))
-            return Reply("", {}, f"it sent no chat completion: {shown!r:.80}")
-        return Reply(
+            shown = self._redact_and_shorten(content.decode(errors="replace"))
+            return ChatReply("", {}, f"the server sent no chat completion: {shown!r:.80}")
+        return ChatReply(
             text=redact_secrets(text, self.key),
             first_logprobs=first_logprobs,
             thought=redact_secrets(thought, self.key),
@@ -539,25 +600,31 @@ class Endpoint:
             prompt_tokens=num_prompt_tokens if type(num_prompt_tokens) is int else None,
         )
 
-    def _shorten(self, text: str) -> str:
-        """A server's or client's text in one short line, without the key, which it may repeat."""
+    def _redact_and_shorten(self, text: str) -> str:
+        """A text from the server or the client as one short line, with the key removed."""
         return " ".join(redact_secrets(text, self.key).split())[:300]
 
 
-def check_url(flags: FlagNames, url: str) -> None:
-    """Raises ValueError if this is no URL of a server, or if the URL holds a password."""
+def check_server_url(flags: ServerSettingNames, url: str) -> None:
+    """Raises ValueError if the URL is not a server's URL, or if the URL contains a password."""
     try:
         parts = httpx2.URL(url)
     except httpx2.InvalidURL:
         parts = httpx2.URL("")
     if parts.userinfo:
-        raise ValueError(f"{flags.url} holds a password; put the key into {flags.key}")
+        raise ValueError(
+            f"{flags.url} contains a password; remove it, and put the key into {flags.key}"
+        )
     if parts.scheme not in ("http", "https") or not parts.host or parts.query or parts.fragment:
-        raise ValueError(f"{flags.url} {url!r:.100}: it must be like http://127.0.0.1:8080/v1")
+        raise ValueError(
+            f"{flags.url} {url!r:.100} is not a server's URL; write it like http://127.0.0.1:8080/v1"
+        )
 
 
 def read_first_logprobs(choice: dict[str, Any]) -> dict[str, float]:
-    """The log-probabilities of the likeliest first tokens, by text; empty if not returned."""
+    """
+    The log-probabilities of the likeliest first tokens, by the token's text; empty if not returned.
+    """
     logprobs = choice.get("logprobs") or {}
     tokens = logprobs.get("content") or [{}]
     entries = tokens[0].get("top_logprobs") or []

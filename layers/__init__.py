@@ -1,1 +1,1 @@
-"""The computation between and after a model's matmuls: expressions, and equivalent kernels."""
+"""All model computation except the matmuls, as MLX expressions and as equivalent GPU kernels."""

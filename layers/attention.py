@@ -1,11 +1,12 @@
 """
-Attention to keys in one buffer, and to parts of the past that rows share.
+Attention to keys in one buffer, or to several cache parts that rows may share.
 
-The reference expression, the kernel and its launch follow each other, as in layers/ops.py. The
-caches are in kv_cache.py.
+Each operation has a reference expression, a kernel and a launch function, in this order, as in
+layers/ops.py. The caches are in kv_cache.py.
 
-Axes: N rows, L positions, H query heads, K kv heads, D head dim, S keys; R rows of a part that G
-rows each share; Q = H / K * L queries of a row and kv head, X any size.
+Axes: N rows, L positions, H query heads, K key/value heads, D dimensions per head, S keys, R rows
+in a shared part, G rows that read each of these R rows, Q = H / K * L queries per row and
+key/value head, X an arbitrary size.
 """
 
 import functools
@@ -15,31 +16,36 @@ from typing import Any
 
 import mlx.core as mx
 
-from kv_cache import Group, Layout, Mask, Parts
+from kv_cache import AttentionLayout, KeysAndValues, Mask, PartReaders, Parts
 from machine import cpu, gpu, kernels
 
 HERE = Path(__file__).parent
-FEW_QUERIES = 8  # the most queries that MLX's decode kernel takes
-# how many scores the gradient of attention computes at once, in several arrays of this size
+FEW_QUERIES = 8  # the largest number of queries that MLX's decode kernel accepts
+
+# The attention gradient computes at most this many scores at once, in several arrays of this size.
 MOST_SCORES = 2**23
-# The number of prompt columns of all slots from which prompts are shared on a CPU, see LOG.md
+# On a CPU, prompts are shared if copying them would fill at least this many columns; see LOG.md.
 MIN_SHARED_COLUMNS = 2048
+
+GradientsOfQueriesKeysValues = list[mx.array]
+WeightsAndScoreGradient = tuple[mx.array, mx.array]
 
 
 def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -> mx.array:
     """
-    The definition of `attention`.
+    The reference expression that defines `attention`.
 
-    It is also the fast form on a CPU: 2.4 times as fast as `mx.fast` at L=110.
+    On a CPU, this expression is also 2.4 times as fast as `mx.fast.scaled_dot_product_attention`
+    (measured at L=110).
     """
-    return tree_attention_ref(queries, [(keys, values)], Layout([Group(mask=mask)]))
+    return tree_attention_ref(queries, [(keys, values)], AttentionLayout([PartReaders(mask=mask)]))
 
 
-def is_fused(head_dim: int) -> bool:
+def has_float32_attention_kernel(head_dim: int) -> bool:
     """
-    Whether MLX has an attention kernel with float32 scores here.
+    Whether MLX has an attention kernel with float32 scores for this head size on this device.
 
-    Other head sizes would fall back to scores in 16 bits.
+    For other head sizes, MLX would compute the scores in 16 bits.
     """
     return gpu.on_gpu() and head_dim in (64, 128)
 
@@ -48,46 +54,49 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -
     """
     Grouped-query attention, (N, H, L, D) x (N, K, S, D) -> (N, H, L, D).
 
-    The L queries are at the last of the S positions.
-    mask: None, "causal", or (N, 1, L, S) boolean, true if a query sees a key. Each query must
-    see at least one key.
+    The L queries occupy the last L of the S positions.
+    mask: None, "causal", or a boolean array (N, 1, L, S) that is true where a query sees a key.
+    Each query must see at least one key.
     """
     head_dim = queries.shape[-1]
-    if not is_fused(head_dim):
+    if not has_float32_attention_kernel(head_dim):
         return attention_ref(queries, keys, values, mask)
 
-    def backward(primals: Any, d_out: mx.array, _: Any) -> list[mx.array]:
+    def attention_backward(primals: Any, d_out: mx.array, _: Any) -> GradientsOfQueriesKeysValues:
         queries, keys, values = primals
         return attention_vjp(queries, keys, values, d_out, mask)
 
-    forward = functools.partial(
+    attention_forward = functools.partial(
         mx.fast.scaled_dot_product_attention, scale=head_dim**-0.5, mask=mask
     )
-    result: mx.array = gpu.call_with_vjp(forward, backward, queries, keys, values)
+    result: mx.array = gpu.call_with_vjp(
+        attention_forward, attention_backward, queries, keys, values
+    )
     return result
 
 
 # ---- the gradient
 
 
-def choose_query_chunk(num_rows: int, num_heads: int, length: int, num_keys: int) -> int:
-    """How many of the L queries the gradient of attention processes at once."""
+def choose_query_chunk_size(num_rows: int, num_heads: int, length: int, num_keys: int) -> int:
+    """How many of the L queries the attention gradient processes at once."""
     scores_per_query = num_rows * num_heads * num_keys
     return min(max(MOST_SCORES // scores_per_query, 32), length)
 
 
 def attention_vjp(
     queries: mx.array, keys: mx.array, values: mx.array, d_out: mx.array, mask: Mask
-) -> list[mx.array]:
+) -> GradientsOfQueriesKeysValues:
     """
-    The gradient of `attention` by queries, keys and values, computed for some queries at a time.
+    The gradients of `attention` with respect to queries, keys and values.
 
-    The scores are float32. MLX 0.32.4 rounds q k to 16 bits before the scale. The keys of Qwen2 and
-    Qwen2.5 have large biases. With these, the error of MLX's gradient is a large fraction of the
+    The gradients are computed for one chunk of queries at a time, with float32 scores. MLX 0.32.4
+    rounds the product of queries and keys to 16 bits before it scales the product. With the large
+    key biases of Qwen2 and Qwen2.5, the error of MLX's gradient is a large fraction of the
     gradient, or as large as the gradient (tests/test_attention_gradient.py).
     """
     dtype = queries.dtype
-    if dtype == mx.bfloat16:  # it has too few digits for the weights and for the gradients
+    if dtype == mx.bfloat16:  # bfloat16 has too few digits for the weights and the gradients
         queries = queries.astype(mx.float32)
         keys = keys.astype(mx.float32)
         values = values.astype(mx.float32)
@@ -95,10 +104,11 @@ def attention_vjp(
 
     num_rows, num_heads, length, head_dim = queries.shape
     _, num_kv_heads, num_keys, _ = keys.shape
-    chunk_size = choose_query_chunk(num_rows, num_heads, length, num_keys)
+    chunk_size = choose_query_chunk_size(num_rows, num_heads, length, num_keys)
     wide_keys = keys.astype(mx.float32)
     d_queries: list[mx.array] = []
-    # the gradients of keys and values so far; each chunk waits for the chunk before it
+    # The gradients of keys and values, summed over the chunks so far. Each chunk waits for the
+    # previous chunk.
     totals: list[mx.array] = []
     for begin in reversed(range(0, length, chunk_size)):  # the first chunk sees all keys
         chunk = slice(begin, min(begin + chunk_size, length))
@@ -138,12 +148,13 @@ def attention_vjp(
 
 def score_gradient_ref(
     d_weights: mx.array, scores: mx.array, mask: Mask, scale: float
-) -> tuple[mx.array, mx.array]:
+) -> WeightsAndScoreGradient:
     """
-    The weights softmax(scale * scores), and the gradient by the scores; all (N, H, L, S).
+    The weights softmax(scale * scores), and the gradient with respect to the scores.
 
-    d_weights: the gradient by the weights. Scores are float32; the results have the type of
-    d_weights. mask: as for `attention`.
+    d_weights: the gradient with respect to the weights. All arrays have shape (N, H, L, S). The
+    scores are float32, and both results have the dtype of d_weights.
+    mask: the same as for `attention`.
     """
     scores = scores * scale
     if isinstance(mask, str):
@@ -165,10 +176,11 @@ SCORE_GRADIENT = kernels.Kernel(
 @kernels.make_op(score_gradient_ref)
 def score_gradient(
     d_weights: mx.array, scores: mx.array, mask: Mask, scale: float
-) -> tuple[mx.array, mx.array]:
+) -> WeightsAndScoreGradient:
     """
-    In one launch, reads both arrays twice, the second time mostly from the cache, and writes both
-    results.
+    Reads both input arrays twice and writes both results, in one launch.
+
+    The second read mostly hits the cache.
     """
     is_masked = isinstance(mask, mx.array)
     mask_array = mask if isinstance(mask, mx.array) else kernels.constant_array(False)
@@ -184,98 +196,103 @@ def score_gradient(
     return weights, d_scores
 
 
-# ---- rows that share parts of their past
+# ---- attention of rows that share parts of their past
 
 
-def gather_queries(x: mx.array, group: Group, num_blocks: int) -> mx.array:
+def gather_queries_by_part_row(x: mx.array, readers: PartReaders, num_part_rows: int) -> mx.array:
     """
-    For each row of a part, all queries that read it, (N, K, Q, X) -> (R, K, G * Q, X).
+    All queries that read each row of a part, (N, K, Q, X) -> (R, K, G * Q, X).
 
-    num_blocks: R.
+    `num_part_rows` is R.
     """
     num_rows, num_kv_heads, num_queries, size = x.shape
-    if num_blocks == num_rows and group.members is None:
+    if num_part_rows == num_rows and readers.members is None:
         return x
-    if group.members is not None:
-        x = x[group.members.reshape(-1)]
-    x = x.reshape(num_blocks, -1, num_kv_heads, num_queries, size).swapaxes(1, 2)
-    return x.reshape(num_blocks, num_kv_heads, -1, size)
+    if readers.members is not None:
+        x = x[readers.members.reshape(-1)]
+    x = x.reshape(num_part_rows, -1, num_kv_heads, num_queries, size).swapaxes(1, 2)
+    return x.reshape(num_part_rows, num_kv_heads, -1, size)
 
 
-def scatter_queries(x: mx.array, group: Group, num_rows: int, num_queries: int) -> mx.array:
+def scatter_to_query_rows(
+    x: mx.array, readers: PartReaders, num_rows: int, num_queries: int
+) -> mx.array:
     """
-    The inverse of `gather_queries`, (R, K, G * Q, X) -> (N, K, Q, X).
+    The inverse of `gather_queries_by_part_row`, (R, K, G * Q, X) -> (N, K, Q, X).
 
-    num_rows: N, num_queries: Q.
+    `num_rows` is N, and `num_queries` is Q.
     """
     num_blocks, num_kv_heads, _, size = x.shape
-    if num_blocks == num_rows and group.places is None:
+    if num_blocks == num_rows and readers.places is None:
         return x
     x = x.reshape(num_blocks, num_kv_heads, -1, num_queries, size).swapaxes(1, 2)
     x = x.reshape(-1, num_kv_heads, num_queries, size)
-    return x if group.places is None else x[group.places]
+    return x if readers.places is None else x[readers.places]
 
 
-def mask_scores(scores: mx.array, mask: Mask, length: int) -> mx.array:
+def add_mask_to_scores(scores: mx.array, mask: Mask, num_positions: int) -> mx.array:
     """
-    Scores (R, K, G * Q, S) with -1e30 added where a query does not see a key.
+    The scores (R, K, G * Q, S), with -1e30 added where a query does not see a key.
 
-    mask: as in `kv_cache.Group`. length: L.
+    The mask has the form described in `kv_cache.PartReaders`, and `num_positions` is L.
     """
     if mask is None:
         return scores
     num_blocks, num_kv_heads, _, num_keys = scores.shape
     if isinstance(mask, str):
-        mask = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)[None, None]
-    bias = mx.where(mask, 0.0, -1e30)  # finite: a query that sees nothing must not become nan
+        mask = mx.tri(num_positions, num_keys, num_keys - num_positions, dtype=mx.bool_)
+        mask = mask[None, None]
+    # -1e30 is finite, because -inf would give a query that sees no key the result nan
+    bias = mx.where(mask, 0.0, -1e30)
     if mask.shape[2] == 1:
         return scores + bias
-    by_position = scores.reshape(num_blocks, num_kv_heads, -1, length, num_keys)
+    by_position = scores.reshape(num_blocks, num_kv_heads, -1, num_positions, num_keys)
     return (by_position + bias[:, :, None]).reshape(scores.shape)
 
 
-def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+def tree_attention_ref(queries: mx.array, parts: Parts, layout: AttentionLayout) -> mx.array:
     """
     Attention of rows that share parts of their past, (N, H, L, D) -> (N, H, L, D).
 
-    It equals softmax(q k / sqrt(D)) v over the concatenation of each row's parts, with float32
-    scores. The weights of all parts are relative to a common maximum, and their sums are added.
-    All queries that read the same row of a part share one matmul, (H / K * G * L, D) x (D, S). The
-    division by the sum comes last, because it then applies to D columns and not to S.
+    The result equals softmax(q k / sqrt(D)) v over the concatenation of each row's parts, with
+    float32 scores. The weights of all parts are computed relative to a common maximum, and the sums
+    of the weights are added. All queries that read the same row of a part share one matmul,
+    (H / K * G * L, D) x (D, S). The division by the sum of the weights comes last, because it then
+    applies to D columns instead of S columns.
     """
     dtype = queries.dtype
     num_rows, num_heads, length, head_dim = queries.shape
     num_kv_heads = parts[0][0].shape[1]
-    num_queries = num_heads // num_kv_heads * length  # of one row and kv head
+    num_queries = num_heads // num_kv_heads * length  # per row and key/value head
     scaled = queries.astype(mx.float32) * head_dim**-0.5
     scaled = scaled.reshape(num_rows, num_kv_heads, num_queries, head_dim)
 
     part_scores = []
-    for (keys, _), group in zip(parts, layout.groups, strict=True):
-        part_queries = gather_queries(scaled, group, keys.shape[0])
+    for (keys, _), readers in zip(parts, layout.part_readers, strict=True):
+        part_queries = gather_queries_by_part_row(scaled, readers, keys.shape[0])
         scores = part_queries @ keys.astype(mx.float32).swapaxes(-1, -2)  # (R, K, G * Q, S)
-        part_scores.append(mask_scores(scores, group.mask, length))
+        part_scores.append(add_mask_to_scores(scores, readers.mask, length))
 
     peaks = []
-    for scores, group in zip(part_scores, layout.groups, strict=True):
+    for scores, readers in zip(part_scores, layout.part_readers, strict=True):
         part_peak = scores.max(-1, keepdims=True)
-        peaks.append(scatter_queries(part_peak, group, num_rows, num_queries))
+        peaks.append(scatter_to_query_rows(part_peak, readers, num_rows, num_queries))
     peak = functools.reduce(mx.maximum, peaks)  # (N, K, Q, 1)
 
     sums = []
     outs = []
-    for scores, (_, values), group in zip(part_scores, parts, layout.groups, strict=True):
-        weights = cpu.exp(scores, gather_queries(peak, group, values.shape[0]))
+    for scores, (_, values), readers in zip(part_scores, parts, layout.part_readers, strict=True):
+        weights = cpu.exp(scores, gather_queries_by_part_row(peak, readers, values.shape[0]))
         part_sum = weights.sum(-1, keepdims=True)
         part_out = weights @ values.astype(mx.float32)
-        sums.append(scatter_queries(part_sum, group, num_rows, num_queries))
-        outs.append(scatter_queries(part_out, group, num_rows, num_queries))
+        sums.append(scatter_to_query_rows(part_sum, readers, num_rows, num_queries))
+        outs.append(scatter_to_query_rows(part_out, readers, num_rows, num_queries))
     total = functools.reduce(mx.add, sums)
     out = functools.reduce(mx.add, outs)
     return (out / total).reshape(num_rows, num_heads, length, head_dim).astype(dtype)
 
 
-# contiguous=False, because the inputs are views of buffers with room to grow
+# The inputs need not be contiguous, because they are views of buffers with room to grow.
 SLOT_ATTENTION = kernels.Kernel(
     HERE / "slot_attention.metal",
     "queries keys values own_keys own_values members places mask own_mask",
@@ -284,36 +301,36 @@ SLOT_ATTENTION = kernels.Kernel(
 )
 
 
-def choose_lanes(ratio: int, head_dim: int) -> int:
+def choose_lanes_per_column(queries_per_kv_head: int, head_dim: int) -> int:
     """
-    How many lanes of a simdgroup share a column in `slot_attention`.
+    How many lanes of a simdgroup (8, 16 or 32) share each column in `slot_attention`.
 
-    It is the smallest number with which a lane holds at most 48 numbers of the queries, and as many
-    of the results. With fewer lanes, fewer shuffles add up a score.
-    ratio: query heads per kv head.
+    The result is the smallest number of lanes for which no lane stores more than 48 query elements
+    and 48 result elements. With fewer lanes per column, summing a score takes fewer shuffles.
     """
     for lanes in (8, 16):
-        numbers_per_lane = ratio * -(-head_dim // (4 * lanes)) * 4
+        numbers_per_lane = queries_per_kv_head * -(-head_dim // (4 * lanes)) * 4
         if numbers_per_lane <= 48:
             return lanes
     return 32
 
 
 @kernels.make_op(tree_attention_ref)
-def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+def slot_attention(queries: mx.array, parts: Parts, layout: AttentionLayout) -> mx.array:
     """
-    Computes a decode step of slots that share prompts, in one launch.
+    Computes the attention of one decode step, for slots that share prompts, in one launch.
 
-    It reads the queries, each slot's own columns, and each prompt. The first slot of a group reads
-    the prompt from memory. The other slots, whose threadgroups run at the same time, read it from
-    the cache. MLX's own kernel would need copies of a prompt. The results of two of its calls could
-    not be combined, because it does not return its sums.
+    The kernel reads the queries, each slot's own columns, and each prompt. The first slot of a
+    group reads the prompt from memory. The other slots, whose threadgroups run at the same time,
+    read the prompt from the cache. MLX's own kernel would need one copy of the prompt per slot. The
+    results of two calls of MLX's kernel, one for the prompt and one for the slot's own columns,
+    could not be combined, because that kernel does not return the sums of its weights.
     """
     (keys, values), (own_keys, own_values) = parts
-    members, places, mask = layout.groups[0]
-    own_mask = layout.groups[1].mask
-    assert not isinstance(mask, str), "a slot takes one token a step"
-    assert not isinstance(own_mask, str), "a slot takes one token a step"
+    members, places, mask = layout.part_readers[0]
+    own_mask = layout.part_readers[1].mask
+    assert not isinstance(mask, str), "a causal mask, but each slot takes one token per step"
+    assert not isinstance(own_mask, str), "a causal mask, but each slot takes one token per step"
 
     num_rows, num_heads, _, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
@@ -329,7 +346,7 @@ def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
         T=queries.dtype,
         D=head_dim,
         Q=ratio,
-        LANES=choose_lanes(ratio, head_dim),
+        LANES=choose_lanes_per_column(ratio, head_dim),
         FULL=members is None,
         MASKED=mask is not None,
         OWN_MASKED=own_mask is not None,
@@ -337,34 +354,39 @@ def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     return out
 
 
-def copy_to_rows(part: mx.array, group: Group, num_rows: int) -> mx.array:
-    """A copy of a part's keys or values for each row that reads them, (R, ...) -> (N, K, S, D)."""
-    if group.places is None or group.members is None:
+def copy_part_for_each_row(part: mx.array, readers: PartReaders, num_rows: int) -> mx.array:
+    """One copy of a part's keys or values for each row, (R, K, S, D) -> (N, K, S, D)."""
+    if readers.places is None or readers.members is None:
         return mx.repeat(part, num_rows // part.shape[0], 0)
-    return part[group.places // group.members.shape[1]]
+    return part[readers.places // readers.members.shape[1]]
 
 
-def join_parts(parts: Parts, layout: Layout) -> tuple[mx.array, mx.array]:
-    """All parts of each row joined into one buffer of keys and one of values, (N, K, S, D) each."""
+def join_parts_of_each_row(parts: Parts, layout: AttentionLayout) -> KeysAndValues:
+    """
+    The parts of each row, joined into one buffer of keys and one buffer of values.
+
+    Each buffer has shape (N, K, S, D).
+    """
     num_rows = parts[-1][0].shape[0]
     row_keys = []
     row_values = []
-    for (keys, values), group in zip(parts, layout.groups, strict=True):
-        row_keys.append(copy_to_rows(keys, group, num_rows))
-        row_values.append(copy_to_rows(values, group, num_rows))
+    for (keys, values), readers in zip(parts, layout.part_readers, strict=True):
+        row_keys.append(copy_part_for_each_row(keys, readers, num_rows))
+        row_values.append(copy_part_for_each_row(values, readers, num_rows))
     return mx.concatenate(row_keys, axis=2), mx.concatenate(row_values, axis=2)
 
 
-def attend(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+def attend_to_parts(queries: mx.array, parts: Parts, layout: AttentionLayout) -> mx.array:
     """
     Grouped-query attention of rows to all parts of their past, (N, H, L, D) -> (N, H, L, D).
 
-    `tree_attention_ref` defines it. A decode step of slots that share prompts has its own kernel.
-    For more than a few queries on a GPU, all parts are joined into one buffer for MLX's own kernel:
-    it reads 16-bit inputs and does not store its scores, while the expression writes float32 scores
-    and float32 copies of all keys and values to memory.
+    `tree_attention_ref` defines the result. A decode step of slots that share prompts has its own
+    kernel, `slot_attention`. For more than a few queries on a GPU, all parts are joined into one
+    buffer for MLX's own kernel. That kernel reads 16-bit inputs and does not store its scores,
+    whereas the expression writes float32 scores and float32 copies of all keys and values to
+    memory.
     """
-    newest = layout.groups[-1]
+    newest = layout.part_readers[-1]
     length, head_dim = queries.shape[2:]
     if len(parts) == 1:
         ((keys, values),) = parts
@@ -374,21 +396,25 @@ def attend(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     is_slots = len(parts) == 2 and is_decode_step and newest.members is None
     if is_slots and head_dim <= 256:
         return slot_attention(queries, parts, layout)
-    if not is_fused(head_dim) or length <= FEW_QUERIES or newest.mask != "causal":
+    if (
+        not has_float32_attention_kernel(head_dim)
+        or length <= FEW_QUERIES
+        or newest.mask != "causal"
+    ):
         return tree_attention_ref(queries, parts, layout)
-    keys, values = join_parts(parts, layout)
+    keys, values = join_parts_of_each_row(parts, layout)
     mask = "causal" if layout.whole is None else layout.whole
     return attention(queries, keys, values, mask)
 
 
-# ---- prompts that rows share
+# ---- whether rows share prompts
 
 
-def can_read_in_place(dtype: mx.Dtype) -> bool:
+def can_read_prompts_in_place(dtype: mx.Dtype) -> bool:
     """
-    Whether prompts are read without a copy for each row.
+    Whether attention can read a shared prompt without a copy of the prompt for each row.
 
-    On a GPU, MLX's own kernel would need such copies.
+    On a GPU, only the kernel of `slot_attention` can read shared prompts in place.
     """
     return not gpu.on_gpu() or slot_attention.can_run(dtype)
 
@@ -397,15 +423,15 @@ def should_share_prefix(
     num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype
 ) -> bool:
     """
-    Whether storing each prompt once should be faster than copying it to its rows.
+    Whether storing each prompt once should be faster than copying the prompt to each of its rows.
 
-    On a CPU, it is faster from MIN_SHARED_COLUMNS copied columns on. With fewer columns, attention
-    in two parts costs more than it saves. On a GPU, it is faster if a kernel reads prompts in
-    place.
+    On a CPU, sharing is faster if copying would fill at least MIN_SHARED_COLUMNS columns. With
+    fewer columns, attention in two parts costs more than it saves. On a GPU, sharing is faster if a
+    kernel can read prompts in place.
     """
     if num_rows == len(prompt_lengths):
-        return False  # no two rows continue one prompt
-    if not can_read_in_place(dtype):
+        return False  # no two rows continue the same prompt
+    if not can_read_prompts_in_place(dtype):
         return False
     num_copied = min(num_rows, batch_size) * max(prompt_lengths)
     return gpu.on_gpu() or num_copied >= MIN_SHARED_COLUMNS

@@ -1,18 +1,19 @@
 """
 The gated delta rule, which a linear-attention layer of Qwen3.5 computes between its matmuls.
 
-The memory of a head is a matrix S that maps keys to values. Each token first decays it, then
-corrects the value that it returns for the token's key, and then reads it with the token's query:
+The memory of a head is a matrix S that maps keys to values. Each token first lets the memory decay,
+then corrects the value that the memory returns for the token's key, and then reads the memory with
+the token's query:
 
     S <- exp(log_decay) S;    S <- S + beta (value - S key) key^T;    out = S query
 
-`recurrence` is this definition. `chunked_recurrence` computes the same with matmuls over 64 tokens.
-Padding has beta 0 and log decay 0, which leave the memory as it is. The layer's projections and its
-gate are in gwen.py.
+`stepwise_recurrence` implements this definition token by token. `chunked_recurrence` computes the
+same result with matmuls over chunks of up to 64 tokens. Padding tokens have beta 0 and log decay 0,
+so they do not change the memory. The layer's projections and its gate are in gwen.py.
 Source: Gated Delta Networks, arXiv:2412.06464, sections 3.1 and 3.3.
 
-Axes: N rows, L positions, H value heads, K key heads, E key dim, D value dim, C channels of the
-convolution, W its window; T tokens of a chunk.
+Axes: N rows, L positions, H value heads, K key heads, E key dimensions, D value dimensions, C
+channels of the convolution, W positions in the convolution's window, T tokens in a chunk.
 """
 
 import mlx.core as mx
@@ -20,20 +21,22 @@ import mlx.core as mx
 from layers import ops
 from machine import cpu, kernels
 
-CHUNK = 64  # tokens; BLOCK times a power of two
+CHUNK = 64  # the number of tokens in a full chunk; it must be BLOCK times a power of two
 CHUNK_SIZES = (8, 16, 32, CHUNK)
-BLOCK = 8  # the size of the triangular blocks that are inverted by their powers
+BLOCK = 8  # the size of the triangular blocks that are inverted as products of their powers
+
+OutputsAndMemory = tuple[mx.array, mx.array]
 
 
-def convolve(window: mx.array, weight: mx.array) -> mx.array:
+def convolve_with_silu(window: mx.array, weight: mx.array) -> mx.array:
     """
-    The silu of a causal convolution of each channel.
+    A causal convolution of each channel, followed by the silu activation.
 
-    window (N, W - 1 + L, C), weight (C, 1, W) -> (N, L, C).
+    Shapes: window (N, W - 1 + L, C), weight (C, 1, W) -> (N, L, C).
     """
     size = weight.shape[-1]
     length = window.shape[1] - size + 1
-    # W products, which a compiler joins into one launch
+    # a compiler can join these W products into one launch
     products = (
         window[:, i : i + length] * weight[:, 0, i].astype(window.dtype) for i in range(size)
     )
@@ -42,11 +45,12 @@ def convolve(window: mx.array, weight: mx.array) -> mx.array:
     return ops.silu(mixed)
 
 
-def convolution_state(window: mx.array, num_kept: int, ends: mx.array | None) -> mx.array:
+def next_convolution_inputs(window: mx.array, num_kept: int, ends: mx.array | None) -> mx.array:
     """
     The inputs that the convolution of the next token needs, (N, W - 1 + L, C) -> (N, W - 1, C).
 
-    num_kept: W - 1. ends (N,): the column, among the L, at which each row's tokens end. None: at L.
+    `num_kept` is W - 1. `ends` (N,) is the number of tokens of each row, at most L; None means that
+    every row has L tokens.
     """
     if ends is None:
         return window[:, window.shape[1] - num_kept :]
@@ -54,28 +58,28 @@ def convolution_state(window: mx.array, num_kept: int, ends: mx.array | None) ->
     return mx.take_along_axis(window, columns[..., None], 1)
 
 
-def normalize(x: mx.array) -> mx.array:
+def normalize_to_length_1(x: mx.array) -> mx.array:
     """The vectors along the last axis, scaled to length 1."""
     return x * mx.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6)
 
 
-def recurrence(
+def stepwise_recurrence(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     log_decay: mx.array,
     beta: mx.array,
     memory: mx.array,
-) -> tuple[mx.array, mx.array]:
+) -> OutputsAndMemory:
     """
-    The definition, token by token: the outputs (N, L, H, D), and the final memory (N, H, D, E).
+    The outputs (N, L, H, D) and the final memory (N, H, D, E), computed token by token.
 
-    queries, keys (N, L, K, E): queries are scaled, keys have length 1. Each key head serves H / K
-    consecutive value heads.
-    values (N, L, H, D). log_decay (N, L, H): at most 0. beta (N, L, H): 0 to 1, how far the memory
-    is corrected. memory (N, H, D, E). All have one floating-point type.
+    The queries and keys (N, L, K, E) must already be scaled, so that the norm of each key is 1.
+    Each key head serves H / K consecutive value heads. The values are (N, L, H, D), and the initial
+    memory is (N, H, D, E). `log_decay` (N, L, H) is at most 0. `beta` (N, L, H) is the fraction,
+    from 0 to 1, by which the memory is corrected. All arrays have the same floating-point dtype.
     """
-    queries, keys = _repeat_for_value_heads(queries, keys, values)
+    queries, keys = _repeat_queries_and_keys_per_value_head(queries, keys, values)
     outs = []
     for position in range(values.shape[1]):
         query = queries[:, position]
@@ -93,42 +97,45 @@ def recurrence(
     return mx.stack(outs, axis=1)[..., 0], memory
 
 
-def _repeat_for_value_heads(
+def _repeat_queries_and_keys_per_value_head(
     queries: mx.array, keys: mx.array, values: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Queries and keys of each value head, (N, L, K, E) -> (N, L, H, E)."""
+    """The queries and keys, repeated for each value head, (N, L, K, E) -> (N, L, H, E)."""
     num_repeats = values.shape[2] // keys.shape[2]
     if num_repeats == 1:
         return queries, keys
     return mx.repeat(queries, num_repeats, 2), mx.repeat(keys, num_repeats, 2)
 
 
-def invert_unit_triangular(lower: mx.array) -> mx.array:
+def invert_identity_plus(strictly_lower: mx.array) -> mx.array:
     """
-    (I + A)^-1 of strictly lower triangular matrices A, (..., T, T).
+    The inverses of I + A, for strictly lower triangular matrices A (..., T, T).
 
-    T is BLOCK times a power of two. It inverts both halves of the diagonal at once, and computes
-    the corner from the inverses. A block is inverted by its powers, (I - A)(I + A^2)(I + A^4). For
-    a whole chunk in which a token repeats, the powers would contain binomial coefficients up to
-    1e18, and their sums would have no correct digit.
+    T must be BLOCK times a power of two. The two diagonal blocks of half the size are inverted
+    together by recursion, and the corner is computed from their inverses. The inverse of a block of
+    size BLOCK is the product (I - A)(I + A^2)(I + A^4). For a whole chunk in which a token repeats,
+    powers of A would contain binomial coefficients up to 1e18, and sums of these powers would have
+    no correct digit.
     """
-    size = lower.shape[-1]
+    size = strictly_lower.shape[-1]
     if size == BLOCK:
-        eye = mx.eye(BLOCK, dtype=lower.dtype)
-        square = lower @ lower
-        return (eye - lower) @ (eye + square) @ (eye + square @ square)
+        eye = mx.eye(BLOCK, dtype=strictly_lower.dtype)
+        square = strictly_lower @ strictly_lower
+        return (eye - strictly_lower) @ (eye + square) @ (eye + square @ square)
 
     half = size // 2
-    diagonal_blocks = mx.stack([lower[..., :half, :half], lower[..., half:, half:]])
-    top_left, bottom_right = invert_unit_triangular(diagonal_blocks)
-    corner = -(bottom_right @ lower[..., half:, :half] @ top_left)
+    diagonal_blocks = mx.stack(
+        [strictly_lower[..., :half, :half], strictly_lower[..., half:, half:]]
+    )
+    top_left, bottom_right = invert_identity_plus(diagonal_blocks)
+    corner = -(bottom_right @ strictly_lower[..., half:, :half] @ top_left)
     top = mx.concatenate([top_left, mx.zeros_like(top_left)], axis=-1)
     bottom = mx.concatenate([corner, bottom_right], axis=-1)
     return mx.concatenate([top, bottom], axis=-2)
 
 
 def split_into_chunks(array: mx.array, chunk_size: int, num_chunks: int) -> mx.array:
-    """Chunks of tokens, padded with zeros, (N, L, H, ...) -> (N, H, chunks, T, ...)."""
+    """Chunks of tokens, the last padded with zeros, (N, L, H, ...) -> (N, H, chunks, T, ...)."""
     num_rows, length = array.shape[:2]
     padding = [(0, 0)] * array.ndim
     padding[1] = (0, num_chunks * chunk_size - length)
@@ -143,36 +150,41 @@ def chunked_recurrence(
     log_decay: mx.array,
     beta: mx.array,
     memory: mx.array,
-) -> tuple[mx.array, mx.array]:
+) -> OutputsAndMemory:
     """
-    `recurrence`, computed with matmuls.
+    The results of `stepwise_recurrence`, computed with matmuls.
 
-    Within a chunk, each correction depends on those before it through a triangular system, whose
-    inverse gives all corrections at once. The memory passes from chunk to chunk.
+    Within a chunk, each correction depends on the earlier corrections through a triangular system,
+    whose inverse gives all corrections at once. Each chunk passes the memory to the next chunk.
     """
     num_rows, length, num_heads, value_dim = values.shape
     chunk_size = next(size for size in CHUNK_SIZES if size >= min(length, CHUNK))
     num_chunks = -(-length // chunk_size)
 
-    queries, keys = _repeat_for_value_heads(queries, keys, values)
+    queries, keys = _repeat_queries_and_keys_per_value_head(queries, keys, values)
     queries = split_into_chunks(queries, chunk_size, num_chunks)
     keys = split_into_chunks(keys, chunk_size, num_chunks)
     values = split_into_chunks(values, chunk_size, num_chunks)
     log_decay = split_into_chunks(log_decay, chunk_size, num_chunks)
     beta = split_into_chunks(beta, chunk_size, num_chunks)
 
-    total_decay = mx.cumsum(log_decay, axis=-1)  # (N, H, chunks, T) from the chunk's beginning
+    total_decay = mx.cumsum(
+        log_decay, axis=-1
+    )  # (N, H, chunks, T), counted from the chunk's beginning
     is_past = mx.tri(chunk_size, dtype=mx.bool_)
     pair_decay = total_decay[..., :, None] - total_decay[..., None, :]
-    fades = cpu.exp(mx.where(is_past, pair_decay, -1e30))  # (..., T, T) from token j to token i
+    fades = cpu.exp(
+        mx.where(is_past, pair_decay, -1e30)
+    )  # (..., T, T): decay from token j to token i
     corrected_keys = keys * beta[..., None]
     overlaps = (corrected_keys @ keys.swapaxes(-1, -2)) * fades
     is_strictly_past = mx.tri(chunk_size, k=-1, dtype=mx.bool_)
-    inverse = invert_unit_triangular(mx.where(is_strictly_past, overlaps, 0.0))
+    inverse = invert_identity_plus(mx.where(is_strictly_past, overlaps, 0.0))
 
     begin_fades = cpu.exp(total_decay)[..., None]
     end_fades = cpu.exp(total_decay[..., -1:] - total_decay)[..., None]
-    empty_corrections = inverse @ (values * beta[..., None])  # corrections if the memory were empty
+    # the corrections if the memory were empty at the chunk's beginning
+    empty_corrections = inverse @ (values * beta[..., None])
     memory_factors = inverse @ (corrected_keys * begin_fades)
     within_chunk = (queries @ keys.swapaxes(-1, -2)) * fades
     read_queries = queries * begin_fades
@@ -190,18 +202,25 @@ def chunked_recurrence(
     return out[:, :, :length].swapaxes(1, 2), memory
 
 
-def gated_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+def gated_delta(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    memory: mx.array,
+) -> OutputsAndMemory:
     """
-    `recurrence`: one operation computes it for one token per row, another for several tokens.
+    The results of `stepwise_recurrence`, computed by one of two operations.
 
-    The kernel of each operation can be turned off separately.
+    `gated_delta_step` computes one token per row, and `gated_delta_sequence` computes several
+    tokens per row. The kernels of these two operations can be turned off separately.
     """
-    values = arrays[2]
-    op = gated_delta_step if values.shape[1] == 1 else gated_delta_pass
-    return op(*arrays)
+    op = gated_delta_step if values.shape[1] == 1 else gated_delta_sequence
+    return op(queries, keys, values, log_decay, beta, memory)
 
 
-@kernels.make_op(recurrence)
+@kernels.make_op(stepwise_recurrence)
 def gated_delta_step(
     queries: mx.array,
     keys: mx.array,
@@ -209,12 +228,13 @@ def gated_delta_step(
     log_decay: mx.array,
     beta: mx.array,
     memory: mx.array,
-) -> tuple[mx.array, mx.array]:
+) -> OutputsAndMemory:
     """
-    MLX's own operation, in one launch if MLX has a kernel for these heads.
+    Runs MLX's own operation, in one launch if MLX has a kernel for these heads.
 
-    It has kernels for heads of 128 dims, in some numbers (16 and 16, 16 and 32, ...). For others it
-    takes one step per token. All arrays are float32, because a decay near 1 would be 1 in 16 bits.
+    MLX has kernels for heads with 128 dimensions and certain numbers of key and value heads (16 and
+    16, 16 and 32, ...). For other heads, MLX takes one step per token. All arrays are float32,
+    because 16 bits would round a decay close to 1 to exactly 1.
     """
     decay = mx.exp(log_decay)
     out, memory = mx.fast.gated_delta_update(queries, keys, values, decay, beta, memory)
@@ -222,18 +242,18 @@ def gated_delta_step(
 
 
 @kernels.make_op(chunked_recurrence)
-def gated_delta_pass(
+def gated_delta_sequence(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     log_decay: mx.array,
     beta: mx.array,
     memory: mx.array,
-) -> tuple[mx.array, mx.array]:
+) -> OutputsAndMemory:
     """
-    The same operation as for one token, if heads have 128 dims.
+    Runs `gated_delta_step` if heads have 128 dimensions, and `chunked_recurrence` otherwise.
 
-    For other heads, MLX has no kernel, and matmuls are faster than a step for each token.
+    For other head sizes, MLX has no kernel, and matmuls are faster than one step per token.
     """
     has_kernel = keys.shape[-1] == values.shape[-1] == 128
     compute = gated_delta_step.launch if has_kernel else chunked_recurrence

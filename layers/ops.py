@@ -1,14 +1,14 @@
 """
-The computation between a layer's matmuls: each expression, and the kernel that equals it.
+The computation between a layer's matmuls, as MLX expressions and as equivalent GPU kernels.
 
-Each operation has three parts, in this order. The expression, `NAME_ref`, defines what is computed.
-The kernel is in the `.metal` file with the operation's name. The launch gives the kernel a grid.
-`kernels.make_op` returns the `Op` that chooses between kernel and expression. Attention is in
-layers/attention.py, and the layer that uses all of these operations is in gwen.py. MLX provides
-the matmuls.
+Each operation has an expression, a kernel and a launch function, in this order. The expression,
+`NAME_ref`, defines what is computed. The kernel is in the `.metal` file named after the operation.
+The launch function runs the kernel on a suitable grid of threads. `kernels.make_op` returns the
+`Op` that chooses between the kernel and the expression. Attention is in layers/attention.py, and
+the layer that uses all of these operations is in gwen.py. MLX provides the matmuls.
 
-Axes: N rows, L positions, M = N * L, C hidden, H query heads, K kv heads, D head dim, F mlp width,
-R rank, W any width.
+Axes: N rows, L positions, M = N * L, C hidden dimensions, H query heads, K key/value heads, D
+dimensions per head, F width of the MLP, R rank, W an arbitrary width.
 """
 
 import math
@@ -21,7 +21,8 @@ import numpy as np
 from machine import cpu, gpu, kernels
 
 HERE = Path(__file__).parent
-# The rows of one part in `tall_product`. Smaller parts write and read more partial sums.
+# The number of rows per part in `transposed_product`. With fewer rows per part, more partial sums
+# are written and read.
 ROWS_PER_PART = 512
 
 
@@ -32,17 +33,18 @@ def silu(x: mx.array) -> mx.array:
     """x * sigmoid(x)."""
     if gpu.on_gpu():
         return x * mx.sigmoid(x)
-    out, _ = _silu_and_power(x)
+    out, _ = _silu_and_exp_of_minus_x(x)
     return out
 
 
-def _silu_and_power(x: mx.array) -> tuple[mx.array, mx.array]:
+def _silu_and_exp_of_minus_x(x: mx.array) -> tuple[mx.array, mx.array]:
     """
-    silu on a CPU, and the float32 e**-x from which it is computed.
+    silu(x) on a CPU, and the float32 value of e**-x from which it is computed.
 
-    This is three times as fast as mx.sigmoid. x is limited to at least -40: below that, silu is 0
-    within 1e-13, but e**-x would overflow at -89 and the gradient would be inf * 0. x is converted
-    to float32 because in 16 bits the power of two would be off by 2%.
+    Computing silu(x) in this way is three times as fast as with `mx.sigmoid`. Values of x below -40
+    are raised to -40, where silu(x) is 0 to within 1e-13. Otherwise, e**-x would overflow at
+    x = -89, and the gradient would be inf * 0. x is converted to float32 because a power of two
+    computed in 16 bits would be off by 2%.
     """
     wide = x.astype(mx.float32)
     power = cpu.exp(-mx.maximum(wide, -40))
@@ -50,21 +52,25 @@ def _silu_and_power(x: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def swiglu_ref(gate_up: mx.array) -> mx.array:
-    """silu(gate) * up, from both in one array, (..., 2F) -> (..., F). Source: arXiv:2002.05202."""
+    """
+    silu(gate) * up, where one array contains gate and up, (..., 2F) -> (..., F).
+
+    Source: arXiv:2002.05202.
+    """
     gate, up = mx.split(gate_up, 2, axis=-1)
     if gpu.on_gpu():
         return silu(gate) * up
 
-    def forward(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
-        out, power = _silu_and_power(gate)
+    def swiglu_forward(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
+        out, power = _silu_and_exp_of_minus_x(gate)
         return out * up, power
 
-    def backward(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, mx.array]:
+    def swiglu_backward(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, mx.array]:
         """
-        Equals autodiff's gradient to the bit.
+        The gradient, bit for bit equal to the gradient that autodiff would compute.
 
-        Autodiff would also store silu and 1 + e**-gate. Without them, an update's peak memory is
-        0.89 times as large.
+        Autodiff would also store silu(gate) and 1 + e**-gate. Without these two arrays, the peak
+        memory of an update is 11% lower.
         """
         gate, up = primals
         d_out = cotangents[0]
@@ -76,12 +82,12 @@ def swiglu_ref(gate_up: mx.array) -> mx.array:
         d_up = d_out * (wide / divisor).astype(gate.dtype)
         return d_gate.astype(gate.dtype), d_up
 
-    out: mx.array = gpu.call_with_vjp(forward, backward, gate, up)[0]
+    out: mx.array = gpu.call_with_vjp(swiglu_forward, swiglu_backward, gate, up)[0]
     return out
 
 
 def swiglu_vjp_ref(gate_up: mx.array, cotangent: mx.array) -> mx.array:
-    """The gradient of `swiglu`, (..., 2F)."""
+    """The gradient of `swiglu` with respect to `gate_up`, (..., 2F)."""
     _, gradients = mx.vjp(swiglu_ref, [gate_up], [cotangent])
     return gradients[0]
 
@@ -91,18 +97,18 @@ SWIGLU_VJP = kernels.Kernel(HERE / "swiglu_vjp.metal", "gate_up cotangent", "d_g
 
 
 def _launch_swiglu(
-    kernel: kernels.Kernel, inputs: list[mx.array], shape: tuple[int, ...]
+    kernel: kernels.Kernel, inputs: list[mx.array], output_shape: tuple[int, ...]
 ) -> mx.array:
     """
-    Runs a swiglu kernel, whose output has this shape.
+    Runs one of the two swiglu kernels.
 
-    inputs: gate_up (..., 2F), followed by the cotangent if the kernel computes the gradient.
+    inputs: gate_up (..., 2F), and also the cotangent if the kernel computes the gradient.
     """
     gate_up, *cotangents = inputs
     width = gate_up.shape[-1] // 2
     (out,) = kernel(
         [gate_up.reshape(-1, 2 * width), *cotangents],
-        [(shape, gate_up.dtype)],
+        [(output_shape, gate_up.dtype)],
         grid=(gate_up.size // 2, 1, 1),
         threadgroup=(256, 1, 1),
         T=gate_up.dtype,
@@ -113,7 +119,7 @@ def _launch_swiglu(
 
 @kernels.make_op(swiglu_vjp_ref)
 def swiglu_vjp(gate_up: mx.array, cotangent: mx.array) -> mx.array:
-    """Reads 3F elements a row once and writes 2F."""
+    """Reads 3F elements per row, each once, and writes 2F elements per row."""
     return _launch_swiglu(SWIGLU_VJP, [gate_up, cotangent], gate_up.shape)
 
 
@@ -125,7 +131,7 @@ def _swiglu_gradient(
 
 @kernels.make_op(swiglu_ref, _swiglu_gradient)
 def swiglu(gate_up: mx.array) -> mx.array:
-    """Reads 2F elements a row once and writes F."""
+    """Reads 2F elements per row, each once, and writes F elements per row."""
     width = gate_up.shape[-1] // 2
     return _launch_swiglu(SWIGLU, [gate_up], (*gate_up.shape[:-1], width))
 
@@ -133,31 +139,31 @@ def swiglu(gate_up: mx.array) -> mx.array:
 # ---- the gradient of an adapter
 
 
-def tall_product_ref(thin: mx.array, wide: mx.array) -> mx.array:
+def transposed_product_ref(thin: mx.array, wide: mx.array) -> mx.array:
     """
     thin.T @ wide in float32, (M, R) x (M, W) -> (R, W).
 
-    It is the gradient of an adapter's matrix. The factors have 16 bits.
+    This product is the gradient of an adapter's matrix. Both factors are 16-bit arrays.
     """
     return thin.astype(mx.float32).T @ wide.astype(mx.float32)
 
 
-TALL_PRODUCT = kernels.Kernel(HERE / "tall_product.metal", "thin wide", "sums")
+TRANSPOSED_PRODUCT = kernels.Kernel(HERE / "transposed_product.metal", "thin wide", "sums")
 
 
-@kernels.make_op(tall_product_ref)
-def tall_product(thin: mx.array, wide: mx.array) -> mx.array:
+@kernels.make_op(transposed_product_ref)
+def transposed_product(thin: mx.array, wide: mx.array) -> mx.array:
     """
     Reads `wide` once per 16 columns of `thin`, and writes R * W float32 numbers per 512 rows.
 
-    The partial sums are added afterwards. For 2,048 rows of rank 16 they are an eighth of the size
-    of `wide`. MLX's matmul would round the sum to 16 bits.
+    These partial sums are added afterwards. For 2,048 rows and rank 16, the partial sums take one
+    eighth of the memory of `wide`. MLX's matmul would round the result to 16 bits.
     """
     num_rows, rank = thin.shape
     width = wide.shape[1]
     num_parts = -(-num_rows // ROWS_PER_PART)
     num_blocks = -(-rank // 16)
-    (sums,) = TALL_PRODUCT(
+    (sums,) = TRANSPOSED_PRODUCT(
         [thin, wide],
         [((num_parts, rank, width), mx.float32)],
         grid=(-(-width // 32) * num_blocks * 256, num_parts, 1),
@@ -171,6 +177,8 @@ def tall_product(thin: mx.array, wide: mx.array) -> mx.array:
 
 # ---- norms
 
+SumAndRmsNorm = tuple[mx.array, mx.array]
+
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     """
@@ -180,19 +188,17 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     """
     if gpu.on_gpu():
         return mx.fast.rms_norm(x, weight, eps)
-    wide = x.astype(mx.float32)  # MLX's own expression for a CPU has twice the operations
+    wide = x.astype(mx.float32)  # MLX's own CPU implementation needs twice as many operations
     mean_square = mx.square(wide).sum(-1, keepdims=True) * (1 / x.shape[-1])
     out = (wide * mx.rsqrt(mean_square + eps)).astype(x.dtype)
     return out if weight is None else out * weight
 
 
-def add_norm_ref(
-    x: mx.array, delta: mx.array, weight: mx.array, eps: float
-) -> tuple[mx.array, mx.array]:
+def add_norm_ref(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> SumAndRmsNorm:
     """
-    The residual stream after a sublayer, x + delta, and its RMS-norm; all (..., C).
+    The sum x + delta, which is the residual stream after a sublayer, and the RMS norm of this sum.
 
-    The next sublayer reads the norm.
+    All arrays except the weight have shape (..., C). The next sublayer reads the normalized sum.
     """
     total = x + delta
     return total, rms_norm(total, weight, eps)
@@ -207,17 +213,17 @@ def _add_norm_gradient(
     eps: float,
 ) -> list[mx.array]:
     """
-    The gradient, computed from the stored sum.
+    The gradient of `add_norm`, computed from the stored sum x + delta.
 
-    The gradient of the expression would compute the sum again.
+    The gradient of the expression `add_norm_ref` would compute this sum again.
     """
     d_total, d_normed = cotangents
     total = results[0]
 
-    def norm(total: mx.array, weight: mx.array) -> mx.array:
+    def rms_norm_with_eps(total: mx.array, weight: mx.array) -> mx.array:
         return rms_norm(total, weight, eps)
 
-    _, (d_x, d_weight) = mx.vjp(norm, [total, weight], [d_normed])
+    _, (d_x, d_weight) = mx.vjp(rms_norm_with_eps, [total, weight], [d_normed])
     d_x = d_x + d_total
     return [d_x, d_x, d_weight]
 
@@ -226,13 +232,11 @@ ADD_NORM = kernels.Kernel(HERE / "add_norm.metal", "x delta weight eps", "total 
 
 
 @kernels.make_op(add_norm_ref, _add_norm_gradient)
-def add_norm(
-    x: mx.array, delta: mx.array, weight: mx.array, eps: float
-) -> tuple[mx.array, mx.array]:
+def add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> SumAndRmsNorm:
     """
-    Reads 2C elements a row and writes 2C, in one launch.
+    Reads 2C elements per row and writes 2C elements per row, in one launch.
 
-    The expression takes two launches, reads 3C and writes 2C.
+    The expression needs two launches, which read 3C elements per row and write 2C.
     """
     size = x.shape[-1]
     total, normed = ADD_NORM(
@@ -251,22 +255,23 @@ def add_norm(
 
 class Rope:
     """
-    The rotary positions of one model.
+    The rotary position embedding of one model.
 
-    They are plain, or scaled by the method that `scaling` names: YaRN's or Llama 3's.
+    The rotation frequencies are unscaled, or scaled by the method named in `scaling`, which is
+    YaRN's or Llama 3's.
 
-    Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, section 3.2 and 3.4; for Llama 3
+    Sources: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, sections 3.2 and 3.4; for Llama 3,
     `apply_scaling` in https://github.com/meta-llama/llama-models, models/llama3.
     """
 
     def __init__(self, size: int, theta: float, scaling: dict[str, Any] | None = None):
         """
-        size: the number of a head's dims, from the first, that are rotated.
+        Sets the rotation frequencies for the first `size` dimensions of each head.
 
         Raises KeyError for an unknown `rope_type`.
         """
         self.size = size
-        self.magnitude = 1.0  # factor on the rotated dims
+        self.magnitude = 1.0  # the factor by which the rotated dimensions are multiplied
         self.frequencies = theta ** (-np.arange(0, size, 2) / size)  # (size / 2,) float64
         if scaling is not None:
             scale_by = {"yarn": self._scale_by_yarn, "llama3": self._scale_by_llama3}
@@ -278,15 +283,16 @@ class Rope:
         trained_length = scaling["original_max_position_embeddings"]
         size = self.size
 
-        def pair_with(num_rotations: float) -> float:
-            """The pair of dims that rotates this often over the trained context."""
+        def pair_index_with_rotations(num_rotations: float) -> float:
+            """The index of the dimension pair that rotates this often in the trained context."""
             wavelength = trained_length / (num_rotations * 2 * math.pi)
             return size * math.log(wavelength) / (2 * math.log(theta))
 
-        low = max(math.floor(pair_with(scaling["beta_fast"])), 0)
-        high = min(math.ceil(pair_with(scaling["beta_slow"])), size - 1)
+        low = max(math.floor(pair_index_with_rotations(scaling["beta_fast"])), 0)
+        high = min(math.ceil(pair_index_with_rotations(scaling["beta_slow"])), size - 1)
         pairs = np.arange(size // 2)
-        stretched = np.clip((pairs - low) / ((high - low) or 1e-3), 0, 1)  # 0: keep, 1: interpolate
+        # 0 where a frequency is kept, 1 where the frequency is divided by the factor
+        stretched = np.clip((pairs - low) / ((high - low) or 1e-3), 0, 1)
         slowed = self.frequencies / factor
         self.frequencies = self.frequencies * (1 - stretched) + slowed * stretched
         if factor > 1:
@@ -297,12 +303,13 @@ class Rope:
         high = scaling["high_freq_factor"]
         trained_length = scaling["original_max_position_embeddings"]
         num_rotations = trained_length * self.frequencies / (2 * math.pi)
-        unchanged = np.clip((num_rotations - low) / (high - low), 0, 1)  # 1: keep, 0: interpolate
+        # 1 where a frequency is kept, 0 where the frequency is divided by the factor
+        unchanged = np.clip((num_rotations - low) / (high - low), 0, 1)
         slowed = self.frequencies / scaling["factor"]
         self.frequencies = self.frequencies * unchanged + slowed * (1 - unchanged)
 
     def make_rotation(self, offsets: mx.array, length: int) -> "Rotation":
-        """The rotation of `length` tokens per row that begin at `offsets`, (N,) int32."""
+        """The rotation for `length` tokens per row, which begin at positions `offsets` (N,)."""
         if gpu.on_gpu():
             return Rotation(self, offsets)
         positions = (offsets[:, None] + mx.arange(length)).astype(mx.float32)
@@ -316,19 +323,24 @@ class Rope:
 
 class Rotation(NamedTuple):
     """
-    The positions of the tokens in a forward pass.
+    The rotation of queries and keys by the positions of the tokens in one forward pass.
 
-    `Rope.make_rotation` makes it once, and every layer uses it.
+    `Rope.make_rotation` creates one instance per forward pass, which all layers share.
     """
 
     rope: Rope
-    offsets: mx.array  # (N,) int32 position of each row's first token; negative ones are padding
-    # (N, L, 1, size) float32; None on a GPU, where a kernel computes them
+    # (N,) int32: the position of each row's first token; negative positions are padding
+    offsets: mx.array
+    # (N, L, 1, size) float32; None on a GPU, where a kernel computes the cosines and sines
     cos: mx.array | None = None
-    sin: mx.array | None = None  # the first half of `size` is negated
+    sin: mx.array | None = None  # shaped like `cos`; the first half of the last axis is negated
 
     def rotate(self, x: mx.array) -> mx.array:
-        """Rotates the first dims of (N, L, heads, D). The pairs are i and i + size / 2."""
+        """
+        The array `x` (N, L, heads, D), with the first `size` dimensions of each head rotated.
+
+        Dimension i is rotated together with dimension i + size / 2.
+        """
         rope = self.rope
         if self.cos is None or self.sin is None:
             if rope.magnitude != 1.0:
@@ -352,9 +364,9 @@ class Rotation(NamedTuple):
         return (x * self.cos + swapped * self.sin).astype(x.dtype)
 
 
-# (D,) weights of the norms of queries and keys. None: the family has no such norms
+# The weights (D,) of the query norm and of the key norm; None if the model has no such norms.
 NormWeights = tuple[mx.array, mx.array] | None
-# queries (N, H, L, D), keys and values (N, K, L, D)
+# Queries (N, H, L, D), keys (N, K, L, D) and values (N, K, L, D).
 QueriesKeysValues = tuple[mx.array, mx.array, mx.array]
 
 
@@ -364,8 +376,8 @@ def norm_rope_ref(
     """
     Queries, keys and values from the fused projection (N, L, H + 2K, D).
 
-    Queries and keys are first RMS-normalized over D, if there are weights, and then rotated, if the
-    layer has positions.
+    If `weights` is given, queries and keys are first RMS-normalized over D. If `rotation` is given,
+    the queries and keys are then rotated.
     """
     num_kv_heads = (qkv.shape[2] - num_heads) // 2
     size = qkv.shape[-1]
@@ -397,20 +409,22 @@ def norm_rope(
     qkv: mx.array, num_heads: int, weights: NormWeights, eps: float, rotation: Rotation | None
 ) -> QueriesKeysValues:
     """
-    Reads (H + K) D elements a token and writes as many, which is the minimum, in one launch.
+    Reads (H + K) D elements per token and writes the same number, in one launch.
 
-    MLX's own operations would need four launches and two copies, because its norm first copies a
-    part of the fused projection. The values are a view. An MLX kernel can write only to new arrays,
-    so another launch copies the keys to the cache.
+    No kernel could read or write fewer elements. MLX's own operations would need four launches and
+    two copies, because MLX's norm first copies a part of the fused projection. The values are
+    returned as a view of the projection. An MLX kernel can write only to new arrays, so another
+    launch copies the keys to the cache.
     """
     num_rows, length, all_heads, size = qkv.shape
-    assert rotation is not None, "without positions there is nothing to compute"
+    assert rotation is not None, "rotation is None, but the norm_rope kernel always rotates"
     rope = rotation.rope
     num_kv_heads = (all_heads - num_heads) // 2
     num_rotated = num_heads + num_kv_heads  # heads
     eps_array = kernels.constant_array(eps)
     magnitude = kernels.constant_array(rope.magnitude)
-    query_weight, key_weight = weights or (eps_array, magnitude)  # unread unless NORMED
+    # without norms, the kernel takes two arrays in place of the weights but does not read them
+    query_weight, key_weight = weights or (eps_array, magnitude)
     queries, keys = NORM_ROPE(
         [qkv, query_weight, key_weight, eps_array, rope.periods, magnitude, rotation.offsets],
         [

@@ -1,54 +1,71 @@
 """
-The cache of a tree of token runs, whose rows share the keys and values of their ancestors.
+A cache for a tree of token runs, in which rows share the keys and values of their ancestors.
 
-Axes: N rows of the newest level, R rows of a level, K kv heads, S positions of a level, L new
-positions, W columns of a row with all its ancestors, D head dim.
+Axes: N rows of the newest level, R rows of any level, K key/value heads, S positions of any level,
+L new positions, W columns of a row and all its ancestors together, D dimensions per head.
 """
 
 from collections.abc import Sequence
 
 import mlx.core as mx
 
-from kv_cache import Cache, Group, KVCache, LayerCache, Layout, Parts, make_group, make_layers
+from kv_cache import (
+    AttentionLayout,
+    Cache,
+    KVCache,
+    LayerCache,
+    PartReaders,
+    Parts,
+    make_empty_layers,
+    make_part_readers,
+)
 
 
 class TreeLayer:
-    """One layer of a `TreeCache`: keys and values of each level, root first, (R, K, S, D)."""
+    """The keys and values of one layer of a `TreeCache`, by tree level, each (R, K, S, D)."""
 
     def __init__(self, parts: Parts):
         self.parts = parts
 
     def update(self, keys: mx.array, values: mx.array) -> Parts:
-        """Adds the newest level, (N, K, L, D) each. Returns all levels visible to its queries."""
+        """
+        Adds the keys and values of the newest level, (N, K, L, D) each.
+
+        Returns the keys and values of all levels, which the newest level's queries may read.
+        """
         self.parts.append((keys, values))
         return self.parts
 
     def arrays(self) -> list[mx.array]:
         return [array for part in self.parts for array in part]
 
-    def flatten(self, target: LayerCache, index: mx.array) -> None:
+    def copy_to_flat_layer(self, target: LayerCache, column_indices: mx.array) -> None:
         """
-        Writes columns into the `target` of N rows.
+        Appends the columns of each row and its ancestors to the `target`, which has N rows.
 
-        index (N, W): the numbers of these columns, counted through all levels.
+        column_indices (N, W): the indices of these columns in the concatenation of all levels.
         """
         level_keys = [keys for keys, _ in self.parts]
         level_values = [values for _, values in self.parts]
         keys = concatenate_columns(level_keys)
         values = concatenate_columns(level_values)
-        target.update(keys[index].swapaxes(1, 2), values[index].swapaxes(1, 2))
+        row_keys = keys[column_indices].swapaxes(1, 2)
+        row_values = values[column_indices].swapaxes(1, 2)
+        target.update(row_keys, row_values)
 
-    def extend(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "TreeLayer":
-        """The rows of each level that a next level sees."""
+    def select_ancestors(
+        self, rows_of_level: Sequence[slice | mx.array], parents: Sequence[int]
+    ) -> "TreeLayer":
+        """A layer with only those rows of each level that the rows of a new level can read."""
         parts = [
             (keys[rows], values[rows])
-            for (keys, values), rows in zip(self.parts, rows_of, strict=True)
+            for (keys, values), rows in zip(self.parts, rows_of_level, strict=True)
         ]
         return TreeLayer(parts)
 
 
 def concatenate_columns(levels: list[mx.array]) -> mx.array:
-    """All columns of all levels, from (R, K, S, D) each -> (sum of R * S, K, D)."""
+    """All columns of all levels in one array, (R, K, S, D) each -> (sum of R * S, K, D)."""
     columns = []
     for level in levels:
         _, num_heads, _, size = level.shape
@@ -58,79 +75,90 @@ def concatenate_columns(levels: list[mx.array]) -> mx.array:
 
 class TreeCache(Cache):
     """
-    The cache of a tree of token runs: each row continues a row of the level above.
+    A cache for a tree of token runs, in which each row continues a row of the level above.
 
-    A row sees all its ancestors, whose keys and values are stored once for all descendants. For a
-    gated delta net, the state at the end of each row of the newest level is stored. One forward
-    pass computes a level's rows, padded on the right. Nothing is written in place, so gradients
-    work, and a row may get children several times:
+    A row sees all its ancestors, whose keys and values are stored only once for all descendants.
+    For a gated delta net, the state at the end of each row of the newest level is stored. One
+    forward pass computes all rows of a level, padded on the right. No array is written in place, so
+    gradients can be computed, and several new levels can be attached to the same cache:
 
-        preamble = TreeCache(config.layer_kinds).extend([len(ids)])
+        preamble = TreeCache(config.layer_kinds).with_new_level([len(ids)])
         model.hidden(preamble_tokens, preamble)
-        questions = preamble.extend(lengths, parents=[0, 0, 0])
+        questions = preamble.with_new_level(lengths, parents=[0, 0, 0])
         model.hidden(question_tokens, questions)
     """
 
     def __init__(self, kinds: Sequence[str]):
         self.kinds = kinds
-        self.layers = make_layers(kinds, lambda: TreeLayer([]))
-        self.widths: list[int] = []  # of each computed level, padding included
-        self.lengths: list[list[int]] = []  # of each level's rows, root first
-        # for each level, the newest included: the row of that level that each newest row continues
+        self.layers = make_empty_layers(kinds, lambda: TreeLayer([]))
+        self.widths: list[int] = []  # the width of each computed level, including padding
+        self.lengths: list[list[int]] = []  # the lengths of the rows of each level, root first
+
+        # for each level, including the newest, the row that each row of the newest level continues
         self.rows: list[list[int]] = []
 
-    def extend(self, lengths: list[int], parents: list[int] | None = None) -> "TreeCache":
+    def with_new_level(
+        self, row_lengths: list[int], parents: list[int] | None = None
+    ) -> "TreeCache":
         """
-        A cache with one more level, whose rows have these lengths.
+        A cache with one more level, whose rows have the given lengths.
 
-        parents: the row of the newest level that each new row continues; None for the root.
+        parents: the row of the newest level that each new row continues; None for a root level.
         """
-        assert not self.rows or len(parents or []) == len(lengths), "each row needs a parent"
+        assert not self.rows or len(parents or []) == len(row_lengths), (
+            "each new row needs a parent row"
+        )
         extended = TreeCache(self.kinds)
         extended.widths = list(self.widths)
-        rows_of: list[slice | mx.array] = []
+        rows_of_level: list[slice | mx.array] = []
         for level_lengths, row_of in zip(self.lengths, self.rows, strict=True):
-            assert parents, "each row needs a parent"
+            assert parents, "each new row needs a parent row"
             is_known = min(parents) >= 0 and max(parents) < len(row_of)
-            assert is_known, f"{parents} of {len(row_of)} rows"
+            assert is_known, f"the parents are {parents}, but the level has {len(row_of)} rows"
             rows = [row_of[parent] for parent in parents]
             used = sorted(set(rows))
             is_consecutive = used == list(range(used[0], used[-1] + 1))
-            # indexing by a slice makes no copy
-            rows_of.append(slice(used[0], used[-1] + 1) if is_consecutive else mx.array(used))
+            # indexing with a slice makes no copy
+            index = slice(used[0], used[-1] + 1) if is_consecutive else mx.array(used)
+            rows_of_level.append(index)
             extended.lengths.append([level_lengths[row] for row in used])
             extended.rows.append([used.index(row) for row in rows])
-        extended.lengths.append(lengths)
-        extended.rows.append(list(range(len(lengths))))
-        extended.layers = [layer.extend(rows_of, parents or []) for layer in self.layers]
+        extended.lengths.append(row_lengths)
+        extended.rows.append(list(range(len(row_lengths))))
+        extended.layers = [
+            layer.select_ancestors(rows_of_level, parents or []) for layer in self.layers
+        ]
         return extended
 
     def advance(self, num_new: int) -> None:
         self.widths.append(num_new)
 
-    def offsets(self, num_rows: int) -> mx.array:
-        assert num_rows == len(self.rows[-1]), f"{num_rows} rows for {len(self.rows[-1])}"
+    def next_positions(self, num_rows: int) -> mx.array:
+        num_expected = len(self.rows[-1])
+        assert num_rows == num_expected, f"{num_rows} rows, but the level has {num_expected}"
         offsets = [0] * num_rows
         for lengths, rows in zip(self.lengths[:-1], self.rows[:-1], strict=True):
             offsets = [offset + lengths[row] for offset, row in zip(offsets, rows, strict=True)]
         return mx.array(offsets, mx.int32)
 
-    def layout(self, num_new: int) -> Layout:
-        """Which rows read which part of each level; the newest level is causal."""
+    def layout(self, num_new: int) -> AttentionLayout:
+        """Which rows read which part of each level, with a causal mask for the newest level."""
         newest_lengths = self.lengths[-1]
         longest = max(newest_lengths)
-        assert num_new >= longest, f"{num_new} columns for {longest} tokens"
-        groups = []
+        assert num_new >= longest, f"{num_new} columns are too few for {longest} tokens"
+        part_readers = []
         masks = []
         levels = zip(self.lengths[:-1], self.rows[:-1], self.widths, strict=True)
         for lengths, rows, width in levels:
             is_token = (mx.arange(width) < mx.array(lengths)[:, None])[:, None, None]
             has_padding = min(lengths) < width
-            groups.append(make_group(rows, len(lengths), is_token if has_padding else None))
+            part_readers.append(
+                make_part_readers(rows, len(lengths), is_token if has_padding else None)
+            )
             masks.append(is_token[mx.array(rows)])
 
         whole = None
-        if any(group.mask is not None for group in groups):
+        if any(readers.mask is not None for readers in part_readers):
             masks.append(mx.tri(num_new, dtype=mx.bool_))
             shape = len(newest_lengths), 1, num_new
             whole = mx.concatenate(
@@ -140,15 +168,16 @@ class TreeCache(Cache):
         if min(newest_lengths) < num_new:
             begins = mx.zeros((len(newest_lengths),), mx.int32)
             spans = begins, mx.array(newest_lengths, dtype=mx.int32)
-        return Layout([*groups, Group(mask="causal")], whole, spans)
+        return AttentionLayout([*part_readers, PartReaders(mask="causal")], whole, spans)
 
     def to_flat_cache(self) -> KVCache:
         """
-        A `KVCache` of the newest level's rows, to continue token by token.
+        A `KVCache` that can continue the newest level's rows token by token.
 
-        Each row follows a copy of its ancestors.
+        Each row of this cache consists of a copy of the row's ancestors, followed by the row
+        itself.
         """
-        # the columns of each row, in the concatenated levels
+        # the indices of each row's columns in the concatenated levels
         columns: list[list[int]] = [[] for _ in self.lengths[-1]]
         level_begin = 0
         for lengths, rows, width in zip(self.lengths, self.rows, self.widths, strict=True):
@@ -165,5 +194,5 @@ class TreeCache(Cache):
         cache = KVCache(self.kinds, length, mx.array(padding) if any(padding) else None)
         cache.advance(length)
         for layer, target in zip(self.layers, cache.layers, strict=True):
-            layer.flatten(target, index)
+            layer.copy_to_flat_layer(target, index)
         return cache

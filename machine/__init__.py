@@ -1,1 +1,1 @@
-"""The machine that Gwen runs on, its GPU and memory, and the link to a run's other machines."""
+"""The machine that Gwen runs on, its GPU and memory, and its connection to other machines."""

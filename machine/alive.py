@@ -1,8 +1,9 @@
 """
-Signs of life: shows what a command is doing, how far it is, and how much time is left.
+Shows what a command is doing, how much of the work is done, and how much time is left.
 
-In a terminal or a notebook, tqdm draws bars. In a file, a line is written after some silence
-instead. One thread serves both. This file does not cover a run's lines (reporting/console.py).
+In a terminal or a notebook, tqdm draws progress bars. If the output goes to a file, a line about
+the progress is written whenever nothing else has been written for a while. One thread updates the
+bars and writes the lines. The lines that a run prints are in reporting/console.py.
 """
 
 import contextlib
@@ -19,24 +20,26 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-# The longest silence in seconds. An activity that is shorter prints nothing.
-MAX_SILENCE_WATCHED = 8.0  # in a terminal or a pipe
+# The longest time without output, in seconds. An activity that takes less time prints nothing.
+MAX_SILENCE_WATCHED = 8.0  # seconds without output in a terminal or a pipe
 MAX_SILENCE_IN_FILE = 40.0
 
-# Patterns of the parts of a line that must not be broken.
-FIGURE = r"[^| ][^|]*"  # in a line of figures separated by " | "
-COMMAND_OR_FLAG = r"uv run .*?(?=[;,] |$)|--[a-z-]+ \S"  # a flag with the beginning of its value
+# Patterns for the parts of a line that must not be broken.
+FIGURE = r"[^| ][^|]*"  # one figure in a line whose figures are separated by " | "
 
-# Activities in progress, the innermost last. The key is the bar's `id`, because bars compare by
-# position.
+# a command to copy, or a flag and the first character of its value
+COMMAND_OR_FLAG = r"uv run .*?(?=[;,] |$)|--[a-z-]+ \S"
+
+# The bars of the activities in progress, innermost last. Each key is the `id` of a bar, because
+# tqdm bars are compared by their positions on the screen.
 _active_bars: dict[int, "Bar"] = {}
 _state: dict[str, Any] = {"last": time.monotonic(), "thread": None}
 
 
 class Bar(tqdm):
-    """A progress bar that also counts where it is not drawn, as in a file."""
+    """A progress bar that keeps counting even if it is not drawn, as in a file."""
 
-    monitor_interval = 0  # our thread replaces tqdm's own
+    monitor_interval = 0  # this module's thread replaces tqdm's monitor thread
 
     def __init__(
         self,
@@ -49,13 +52,16 @@ class Bar(tqdm):
         **options: Any,
     ):
         """
-        items: the bar counts an iteration over them. For an empty collection, no bar is drawn.
-        desc: the activity. unit: the name of an item.
-        disable: a bar with True is never drawn, one with None only in a terminal.
-        options: tqdm's further options.
+        Creates a bar that counts the iterations over `items`, or the calls of `update`.
 
-        The time left is estimated from the mean speed; tqdm by default gives the latest items more
-        weight.
+        For an empty collection of items, no bar is drawn.
+        desc: the name of the activity.
+        unit: the singular name of an item.
+        disable: if True, the bar is never drawn; if None, the bar is drawn only in a terminal.
+        options: further options for tqdm.
+
+        The time left is estimated from the mean speed. By default, tqdm would give more weight to
+        the latest items.
         """
         if disable is None and items is not None and not items:
             disable = True
@@ -73,7 +79,7 @@ class Bar(tqdm):
         self.unit_name = unit
         self.start_n = self.n
         self.begin_s = time.monotonic()
-        _watch(self)
+        _register_bar_and_start_thread(self)
 
     def __iter__(self) -> Iterator[Any]:
         if not self.disable:
@@ -92,18 +98,22 @@ class Bar(tqdm):
         self.n += n or 0
         return None
 
-    def show(self, done: int, amount: float, unit: str) -> None:
-        """Sets the count to `done`. Shows as the speed an `amount` done so far, in another unit."""
+    def show_progress(self, num_done: int, amount: float, amount_unit: str) -> None:
+        """
+        Sets the bar's count to `num_done`, and shows a speed.
+
+        The speed is the `amount` of work done so far, divided by the time so far.
+        """
         if not self.disable:
             speed = amount / self.format_dict["elapsed"]
-            self.set_postfix_str(f"{speed:,.0f} {unit}/s", refresh=False)
-        self.update(done - self.n)
+            self.set_postfix_str(f"{speed:,.0f} {amount_unit}/s", refresh=False)
+        self.update(num_done - self.n)
 
-    def describe(self) -> str:
+    def describe_activity(self) -> str:
         """
-        The activity as text: "sampling: 23 of 64 rows, about 40 s left".
+        The activity and its progress, as in the text "sampling: 23 of 64 rows, about 40 s left".
 
-        Before the first item is done, the text gives the time so far instead.
+        Before the first item is done, the text gives the elapsed time instead of the time left.
         """
         num_done = self.n - self.start_n
         num_left = self.total - self.n if self.total else 0
@@ -124,12 +134,12 @@ class Bar(tqdm):
     def close(self) -> None:
         _active_bars.pop(id(self), None)
         if not self.disable:
-            self.refresh()  # the last drawing may be out of date, and would stay in a transcript
+            self.refresh()  # otherwise, an outdated drawing could remain in the terminal's output
         super().close()
 
 
 def show_activity(activity: str) -> Bar:
-    """A context manager that shows an activity of unknown length, if it takes long."""
+    """A context manager that shows an activity of unknown duration if the activity takes long."""
     return Bar(desc=activity, disable=True)
 
 
@@ -138,10 +148,10 @@ def show_activity(activity: str) -> Bar:
 
 def wrap_for_terminal(text: str, file: Any = None) -> str:
     """
-    The text with long lines wrapped, if `file` or else stdout is a terminal.
+    The text, with long lines wrapped if `file` (by default stdout) is a terminal.
 
-    Lines break at spaces, but not within a figure or a command to copy, or between a flag and its
-    value.
+    Lines are broken at spaces, but not inside a figure, inside a command that the user may copy, or
+    between a flag and its value.
     """
     if not (file or sys.stdout).isatty():
         return text
@@ -154,9 +164,9 @@ def wrap_for_terminal(text: str, file: Any = None) -> str:
 
 def _wrap_line(line: str, width: int) -> str:
     unbreakable = FIGURE if " | " in line else COMMAND_OR_FLAG
-    protected = re.sub(unbreakable, _replace_spaces, line)
+    protected = re.sub(unbreakable, _make_spaces_non_breaking, line)
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    # A command that is longer than a line is left to the terminal to break.
+    # A command that is longer than the terminal's width is not wrapped here.
     wrapped = textwrap.fill(
         protected,
         width,
@@ -167,13 +177,13 @@ def _wrap_line(line: str, width: int) -> str:
     return wrapped.replace("\xa0", " ")
 
 
-def _replace_spaces(match: re.Match[str]) -> str:
-    """The matched text with non-breaking spaces."""
+def _make_spaces_non_breaking(match: re.Match[str]) -> str:
+    """The matched text, with its spaces replaced by non-breaking spaces."""
     return match[0].replace(" ", "\xa0")
 
 
 def format_duration(seconds: float) -> str:
-    """Formats seconds as seconds, minutes, or hours and minutes."""
+    """The duration as text, in seconds, in minutes, or in hours and minutes."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -185,48 +195,58 @@ def format_duration(seconds: float) -> str:
 # ---- the thread
 
 
-def note_printed() -> None:
-    """Notes that something was just printed."""
+def record_print_time() -> None:
+    """Records that something has just been printed, so that no progress line follows at once."""
     _state["last"] = time.monotonic()
 
 
-def redraw_progress() -> None:
-    """Draws the bars again with the current time, or prints a line about the activities."""
-    note_printed()
+def redraw_bars_or_print_activities() -> None:
+    """Redraws the bars with the current time, or prints a line about the activities."""
+    record_print_time()
     bars = list(_active_bars.values())
     for bar in bars:
         if not bar.disable:
             bar.refresh()
     if bars and bars[-1].disable:
-        activities = "; ".join(bar.describe() for bar in bars if bar.disable)
+        activities = "; ".join(bar.describe_activity() for bar in bars if bar.disable)
         tqdm.write(f"... {activities}", file=sys.stderr)
         sys.stderr.flush()
 
 
-def _watch(bar: Bar) -> None:
-    """Adds a bar, and starts the thread unless it runs. A forked process begins without it."""
+def _register_bar_and_start_thread(bar: Bar) -> None:
+    """
+    Adds a bar to the active bars, and starts the thread if it is not running.
+
+    A forked process starts without the thread.
+    """
     _active_bars[id(bar)] = bar
     thread = _state["thread"]
     if thread is None or not thread.is_alive():
-        note_printed()
-        thread = threading.Thread(target=_keep_watching, name="signs of life", daemon=True)
+        record_print_time()
+        thread = threading.Thread(
+            target=_redraw_after_each_silence, name="signs of life", daemon=True
+        )
         _state["thread"] = thread
         thread.start()
 
 
-def is_watched() -> bool:
-    """Whether stderr is a terminal or a pipe. False in a notebook, where stderr has no file."""
+def is_stderr_terminal_or_pipe() -> bool:
+    """
+    Whether stderr is a terminal or a pipe.
+
+    In a notebook, where stderr has no file descriptor, the result is False.
+    """
     try:
         return sys.stderr.isatty() or stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode)
     except (OSError, ValueError):
         return False
 
 
-def _keep_watching() -> None:
+def _redraw_after_each_silence() -> None:
     while True:
         time.sleep(1.0)
-        max_silence = MAX_SILENCE_WATCHED if is_watched() else MAX_SILENCE_IN_FILE
+        max_silence = MAX_SILENCE_WATCHED if is_stderr_terminal_or_pipe() else MAX_SILENCE_IN_FILE
         if _active_bars and time.monotonic() - _state["last"] >= max_silence:
-            # The terminal may be gone, or the file may be closed.
+            # the terminal or the file may have been closed
             with contextlib.suppress(OSError, ValueError):
-                redraw_progress()
+                redraw_bars_or_print_activities()

@@ -1,11 +1,12 @@
 """
-An estimate of a step's time on Apple's chips, from the bytes that the step moves and its FLOPs.
+Estimates how long a training step takes on Apple's chips, from its FLOPs and the bytes it moves.
 
-A phase of a step takes the longer of two times: its bytes at the chip's bandwidth, or its FLOPs at
-the chip's arithmetic speed. Both speeds are reduced to the fraction that other programs have
-reached. Nobody has measured a step on a Mac. The estimate leaves out kernel launches, which slow a
-small model down, and rewards, tokenizing, evaluation and Python. preflight.py counts the bytes and
-FLOPs.
+Each phase of a step needs a certain time to move its bytes at the chip's bandwidth, and a certain
+time to compute its FLOPs at the chip's arithmetic speed. The longer of these two times is the
+estimate for the phase. Both speeds are reduced to the fractions that other programs have reached.
+No step has been measured on a Mac. The estimate ignores kernel launches, which slow down a small
+model, and it ignores rewards, tokenization, evaluation and Python. preflight.py counts the bytes
+and FLOPs.
 """
 
 import timeit
@@ -17,34 +18,35 @@ import mlx.core as mx
 import yaml
 
 # On an M4 Max with Qwen3-4B in bfloat16, mlx_lm reaches 13.9 TFLOP/s in prefill and 438 GB/s in
-# decoding (BENCHMARKS.md in github.com/ml-explore/mlx-lm). Others reach 70 to 80% and 78%.
+# decoding (BENCHMARKS.md in github.com/ml-explore/mlx-lm). Other programs reach 70% to 80% of the
+# arithmetic speed and 78% of the bandwidth.
 ARITHMETIC_FRACTION = 0.75
 BANDWIDTH_FRACTION = 0.78
-# An update reaches only this fraction of ARITHMETIC_FRACTION, since operations between its matmuls
-# take a fifth of the time (c148fd6:bench/ledger.py).
+# An update reaches only this fraction of ARITHMETIC_FRACTION, because the operations between its
+# matmuls take one fifth of its time (c148fd6:bench/ledger.py).
 UPDATE_FRACTION = 0.8
 
 
 class Chip(NamedTuple):
     name: str
-    bandwidth: float  # GB a second
-    tflops: float  # speed of 16-bit matmuls
-    memory: list[int]  # the sizes, in GB, of machines with this chip
+    bandwidth: float  # in GB per second
+    tflops: float  # the speed of 16-bit matmuls, in TFLOP/s
+    memory: list[int]  # the memory sizes, in GB, of machines with this chip
 
 
 def load_chips() -> list[Chip]:
-    """Reads the table of Apple's chips."""
+    """Apple's chips, read from the table in data/chips.yaml."""
     path = Path(__file__).parents[1] / "data" / "chips.yaml"
     rows = yaml.safe_load(path.read_text("utf-8"))
     return [Chip(name, **row) for name, row in rows.items()]
 
 
-def this_chip() -> Chip:
+def look_up_or_measure_chip() -> Chip:
     """
-    This machine's chip.
+    This machine's chip, either from the table or with measured speeds.
 
-    If the table does not have it, its speeds are measured with a product of float32 matrices and
-    with a sum.
+    If the chip is not in the table, its arithmetic speed is measured with a product of float32
+    matrices, and its bandwidth with a sum.
     """
     name = str(mx.device_info().get("device_name", "CPU")).removeprefix("Apple ")
     for chip in load_chips():
@@ -53,27 +55,27 @@ def this_chip() -> Chip:
 
     matrix = mx.random.normal((1024, 1024))
     row = mx.random.normal((2**24,))
-    sum_s = least_seconds(row.sum)
-    product_s = least_seconds(lambda: matrix @ matrix)
+    sum_s = measure_shortest_seconds(row.sum)
+    product_s = measure_shortest_seconds(lambda: matrix @ matrix)
     bandwidth = row.nbytes / 1e9 / sum_s / BANDWIDTH_FRACTION
     tflops = 2 * 1024**3 / 1e12 / product_s / ARITHMETIC_FRACTION
     return Chip(name, bandwidth, tflops, memory=[])
 
 
-def least_seconds(compute: Callable[[], mx.array]) -> float:
-    """The shortest of five measured times of `compute`, in seconds."""
+def measure_shortest_seconds(compute: Callable[[], mx.array]) -> float:
+    """The shortest of five measured durations of `compute`, in seconds."""
     return min(timeit.repeat(lambda: mx.eval(compute()), number=1))
 
 
-class Cost(NamedTuple):
+class PhaseCost(NamedTuple):
     """The bytes that a phase of a step moves, and the FLOPs that it computes."""
 
     bytes: float
     flops: float
 
 
-def estimate_seconds(costs: dict[str, Cost], chip: Chip) -> float:
-    """The estimated seconds of a step whose phases have these costs."""
+def estimate_step_seconds(costs: dict[str, PhaseCost], chip: Chip) -> float:
+    """The estimated duration, in seconds, of a step with the given costs by phase."""
     bytes_per_s = BANDWIDTH_FRACTION * 1e9 * chip.bandwidth
     flops_per_s = ARITHMETIC_FRACTION * 1e12 * chip.tflops
     seconds = 0.0

@@ -1,7 +1,7 @@
 """
-Which device MLX computes on, and operations with their own gradients.
+The device on which MLX computes, and operations whose gradients Gwen defines itself.
 
-This file does not cover kernels (machine/kernels.py) or memory (machine/memory.py).
+Kernels are in machine/kernels.py, and memory is in machine/memory.py.
 """
 
 import contextlib
@@ -16,13 +16,21 @@ def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.gpu)
 
 
-def prefill_tokens() -> int:
-    """The number of positions, with padding, in a prefill's forward pass; measured in LOG.md."""
+def prefill_tokens_per_pass() -> int:
+    """
+    The number of positions, including padding, in one forward pass of a prefill.
+
+    The numbers are based on measurements that LOG.md describes.
+    """
     return 2048 if on_gpu() else 256
 
 
-def has_metal() -> bool:
-    """Whether Metal kernels can run here. Tests with an emulator make it true on a CPU too."""
+def can_run_metal_kernels() -> bool:
+    """
+    Whether Metal kernels can run on this device.
+
+    Tests that use an emulator replace this function, so that kernels also run on a CPU.
+    """
     return on_gpu()
 
 
@@ -30,18 +38,18 @@ _forward_only = [False]
 
 
 def is_forward_only() -> bool:
-    """Whether `without_gradients` is active."""
+    """Whether the program is inside a `without_gradients` context."""
     return _forward_only[0]
 
 
 @contextlib.contextmanager
 def without_gradients() -> Iterator[None]:
     """
-    Inside the context, `call_with_vjp` calls its operation directly, without its gradient.
+    Inside the context, `call_with_vjp` calls its operation directly and defines no gradient.
 
-    Sampling and judging may use this: a decode step is then built in half the time. MLX cannot
-    compute the gradient of a Metal kernel that was called directly, or of `exp_expression` in
-    machine/cpu.py.
+    Sampling and judging use this context, because it halves the time to build a decode step. MLX
+    cannot compute the gradient of a Metal kernel that was called directly, or the gradient of
+    `exp_expression` in machine/cpu.py.
     """
     before = _forward_only[0]
     _forward_only[0] = True
@@ -55,9 +63,9 @@ def call_with_vjp(
     forward: Callable[..., Any], backward: Callable[..., Any], *arrays: mx.array
 ) -> Any:
     """
-    Returns `forward(*arrays)`. Its gradient is `backward(arrays, cotangents, results)`.
+    The result of `forward(*arrays)`, with the gradient `backward(arrays, cotangents, results)`.
 
-    Inside `without_gradients`, it calls `forward` only.
+    Inside `without_gradients`, the result has no gradient.
     """
     if is_forward_only():
         return forward(*arrays)

@@ -1,13 +1,14 @@
 """
-Kernels for a GPU: how a kernel is built, whether this machine may use it, and its reference.
+Builds GPU kernels, and checks them against reference expressions.
 
-A kernel is a `.metal` file, beside the plain MLX expression that it must equal. An `Op` is the pair
-of kernel and expression. When a model is loaded, both compute the calls that the model makes. A
-kernel that does not compile, or is less exact than its expression, is off for the run, and a line
-on stderr names it. On a CPU, only the expressions run. The environment variable GWEN_KERNELS turns
-kernels on or off.
+A kernel is written in a `.metal` file and must give the same results as a plain MLX expression. An
+`Op` is a pair of a kernel and its expression. When a model is loaded, the operations that it calls
+are computed by both the kernel and the expression, and the results are compared. A kernel that does
+not compile, or is less exact than its expression, is turned off for the run, and a line on stderr
+names the kernel. On a CPU, only the expressions run. The environment variable GWEN_KERNELS turns
+all kernels on or off.
 
-This file does not cover the kernels themselves, which are in layers/.
+The kernels themselves are in layers/.
 """
 
 import contextlib
@@ -30,15 +31,15 @@ class Kernel:
     """
     A kernel in a `.metal` file of its own, which is compiled when it is first called.
 
-    The file has helper functions, then `kernel void NAME() {` and the body. MLX writes the
-    parameters. It adds a parameter for each of its own names, such as `thread_position_in_grid`,
-    that occurs in the body, even in a comment. A line `#include "FILE"` is replaced by the text of
-    a file in the same directory.
+    The file contains helper functions, then the line `kernel void NAME() {` and the kernel's body.
+    MLX generates the parameters. It adds a parameter for each built-in name, such as
+    `thread_position_in_grid`, that occurs in the body, even in a comment. A line `#include "FILE"`
+    is replaced by the contents of that file in the same directory.
 
-    inputs, outputs: the names that the body uses, separated by spaces. Scalars are arrays of one
-        number.
-    contiguous: whether inputs are first copied into row-major order. A body that does not need this
-        uses the inputs' `_strides`.
+    inputs, outputs: the names of the input arrays and output arrays in the body, separated by
+        spaces. A scalar is an array of one number.
+    contiguous: whether inputs are first copied into row-major order. A kernel without such copies
+        must use the `_strides` of the inputs.
     """
 
     def __init__(self, path: Path, inputs: str, outputs: str, contiguous: bool = True):
@@ -47,12 +48,12 @@ class Kernel:
         self.contiguous = contiguous
         self.inputs = inputs.split()
         self.outputs = outputs.split()
-        # The compiled kernels, by compiler: MLX's, or the emulator in tests.
+        # The compiled kernel for each compiler, which is MLX's compiler or, in tests, the emulator.
         self._compiled: dict[Any, Any] = {}
 
     @functools.cached_property
-    def text(self) -> tuple[str, str]:
-        """The text before the kernel, and the kernel's body."""
+    def header_and_body(self) -> tuple[str, str]:
+        """The text before the kernel function, and the body of the kernel function."""
 
         def read_included_file(line: re.Match[str]) -> str:
             return self.path.with_name(line[1]).read_text("utf-8")
@@ -74,15 +75,17 @@ class Kernel:
         **template: int | bool | mx.Dtype,
     ) -> list[mx.array]:
         """
-        Queues the kernel; returns its outputs.
+        Queues the kernel and returns its outputs.
 
-        outputs: the shape and dtype of each output. grid: the numbers of threads.
-        template: constants and types, which are compiled in. Each combination is a kernel of its
-        own, so a value may be a constant only if it is fixed for a model and its dtype.
+        outputs: the shape and dtype of each output array.
+        grid: the number of threads along each of three axes.
+        template: constants and types that are compiled into the kernel. Each combination of
+            constants and types is compiled separately, so a constant must have one fixed value
+            per model and dtype.
         """
         compiler = mx.fast.metal_kernel
         if compiler not in self._compiled:
-            header, body = self.text
+            header, body = self.header_and_body
             self._compiled[compiler] = compiler(
                 name=f"gwen_{self.name}",
                 input_names=self.inputs,
@@ -104,33 +107,36 @@ class Kernel:
 @functools.lru_cache(maxsize=None, typed=True)  # typed: 0.0 and False are equal
 def constant_array(*values: float | bool) -> mx.array:
     """
-    An array of numbers for a kernel, which takes only arrays.
+    A cached array of the given numbers, for kernels, whose inputs must be arrays.
 
-    The numbers come from settings, so the cache stays small.
+    The numbers come from settings, so the cache of these arrays stays small.
     """
     return mx.array(values)
 
 
-# ---- an operation: the expression, and the kernel that equals it
+# ---- an operation: an expression and the equivalent kernel
 
 TOLERANCES = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
-OPS: "dict[str, Op[Any, Any]]" = {}  # every `Op` by name, in the order of definition
+OPS: "dict[str, Op[Any, Any]]" = {}  # all operations by name, in the order of their definition
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# (cotangents, results, *arguments) -> the gradient by each floating-point array in the arguments
+# A function of (cotangents, results, *arguments) that returns the gradient with respect to each
+# floating-point array in the arguments.
 Gradient = Callable[..., Sequence[mx.array]]
 
 
 class Op(Generic[P, R]):
     """
-    One operation in two forms that compute the same.
+    An operation that both a kernel and a reference expression can compute.
 
-    A call runs the kernel if it may run for the first argument's dtype, else the reference.
+    A call runs the kernel if the kernel is allowed for the dtype of the first argument. Otherwise,
+    the call evaluates the reference expression.
 
-    reference: the expression, which defines the operation. launch: runs the kernel.
-    gradient: by default, the reference's gradient. Each floating-point array that is a positional
-        argument, or inside one, has a gradient.
+    reference: the function that evaluates the expression, which defines the operation.
+    launch: the function that runs the kernel.
+    gradient: the function that computes the gradient; by default, the gradient of the reference.
+        All floating-point arrays in the positional arguments get gradients.
     """
 
     def __init__(
@@ -141,7 +147,8 @@ class Op(Generic[P, R]):
         self.reference: Callable[..., R] = reference
         self.launch: Callable[..., R] = launch
         self.gradient = gradient or self._reference_gradient
-        self.disabled_dtypes: set[mx.Dtype] = set()  # those for which the kernel was wrong here
+        # the dtypes for which the kernel gave wrong results on this machine
+        self.disabled_dtypes: set[mx.Dtype] = set()
         OPS[self.name] = self
 
     def __call__(self, *arguments: P.args, **settings: P.kwargs) -> R:
@@ -154,74 +161,85 @@ class Op(Generic[P, R]):
         if gpu.is_forward_only():
             return self.launch(*arguments, **settings)
 
-        floats, replace_floats = _split_floats(arguments)
+        floats, replace_floats = _float_arrays_and_replacer(arguments)
 
-        def forward(*arrays: mx.array) -> R:
+        def launch_with_floats(*arrays: mx.array) -> R:
             return self.launch(*replace_floats(arrays), **settings)
 
-        def backward(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, ...]:
+        def gradients_of_floats(
+            primals: Any, cotangents: Any, results: Any
+        ) -> tuple[mx.array, ...]:
             new_arguments = replace_floats(_array_leaves(primals))
             gradients = self.gradient(
                 _array_leaves(cotangents), _array_leaves(results), *new_arguments, **settings
             )
             return tuple(gradients)
 
-        result: R = gpu.call_with_vjp(forward, backward, *floats)
+        result: R = gpu.call_with_vjp(launch_with_floats, gradients_of_floats, *floats)
         return result
 
     def _reference_gradient(
         self, cotangents: list[mx.array], _: list[mx.array], *arguments: Any, **settings: Any
     ) -> list[mx.array]:
-        floats, replace_floats = _split_floats(arguments)
+        floats, replace_floats = _float_arrays_and_replacer(arguments)
 
-        def forward(*arrays: mx.array) -> list[mx.array]:
+        def reference_with_floats(*arrays: mx.array) -> list[mx.array]:
             return _array_leaves(self.reference(*replace_floats(arrays), **settings))
 
-        _results, gradients = mx.vjp(forward, floats, cotangents)
+        _results, gradients = mx.vjp(reference_with_floats, floats, cotangents)
         return gradients
 
     def can_run(self, dtype: mx.Dtype) -> bool:
-        """Whether the kernel runs now for arrays of `dtype`."""
-        is_enabled = gpu.has_metal() and kernels_are_wanted()
+        """Whether the kernel is available and allowed for arrays of this dtype."""
+        is_enabled = gpu.can_run_metal_kernels() and are_kernels_wanted()
         return is_enabled and dtype in TOLERANCES and dtype not in self.disabled_dtypes
 
-    def find_fault(self, *arguments: Any, **settings: Any) -> str:
+    def find_kernel_fault(self, *arguments: Any, **settings: Any) -> str:
         """
-        Compares the kernel and the expression on one call.
+        Compares the kernel with the expression on one call.
 
-        Returns why the kernel must not be used on this device, or "" if the two agree.
+        Returns the reason why the kernel must not be used on this device, or "" if the results of
+        the kernel and the expression agree.
         """
         dtype = arguments[0].dtype
-        floats, replace_floats = _split_floats(arguments)
+        floats, replace_floats = _float_arrays_and_replacer(arguments)
         wide_arguments = replace_floats([array.astype(mx.float32) for array in floats])
         try:
             exact = self.reference(*wide_arguments, **settings)
             reference = self.reference(*arguments, **settings)
             kernel = self.launch(*arguments, **settings)
-            error = measure_disagreement(kernel, reference, exact, dtype)
-        except (RuntimeError, ValueError) as failure:  # MLX's, if a kernel does not compile
+            error = kernel_error_over_allowed_error(kernel, reference, exact, dtype)
+        except (RuntimeError, ValueError) as failure:  # MLX raises these if compilation fails
             return " ".join(str(failure).split())[:300]
         if error <= 1:
             return ""
-        return f"it differs from its expression by {error:.3g} times the tolerance of {dtype}"
+        return (
+            f"the kernel's results differ from those of its expression by {error:.3g} times the "
+            f"tolerance for {dtype}"
+        )
 
 
 def make_op(
     reference: Callable[P, R], gradient: Gradient | None = None
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """A decorator that turns a launch function into an `Op` of the same name."""
+    """A decorator that turns a kernel's launch function into an `Op` with the same name."""
     return lambda launch: Op(reference, launch, gradient)
 
 
 # ---- checking the kernels of a model
 
-Call = tuple[Op[Any, Any], tuple[Any, ...], dict[str, Any]]  # an operation, arguments, settings
-_recorded_calls: list[list[Call]] = []  # one list per active `record_calls`, the innermost last
+# An operation, its positional arguments and its keyword arguments.
+Call = tuple[Op[Any, Any], tuple[Any, ...], dict[str, Any]]
+_recorded_calls: list[list[Call]] = []  # one list per active `record_calls` context, innermost last
 
 
 @contextlib.contextmanager
 def record_calls() -> Iterator[list[Call]]:
-    """Inside the context, operations run their expressions and append calls to the list."""
+    """
+    A list to which all operations inside the context append their calls.
+
+    Inside the context, the operations evaluate their expressions and run no kernels.
+    """
     calls: list[Call] = []
     _recorded_calls.append(calls)
     try:
@@ -230,12 +248,13 @@ def record_calls() -> Iterator[list[Call]]:
         _recorded_calls.pop()
 
 
-def check_calls(calls: list[Call]) -> None:
+def turn_off_faulty_kernels(calls: list[Call]) -> None:
     """
-    Compares kernels and expressions on a model's calls, and on the calls that their gradients make.
+    Turns off each kernel that fails or disagrees with its expression on one of the given calls.
 
-    Turns off each kernel that fails. Each kind of call is compared once. Sizes are compiled into
-    kernels, so a kernel that is right for one model may be wrong, or not compile, for another.
+    The kernels that the gradients of these calls run are checked too. Calls of one operation with
+    equal shapes and dtypes are checked only once. Sizes are compiled into kernels, so a kernel that
+    is right for one model may be wrong, or may fail to compile, for another model.
     """
     checked_kinds: set[Any] = set()
     waiting = list(calls)
@@ -248,18 +267,18 @@ def check_calls(calls: list[Call]) -> None:
         checked_kinds.add(kind)
         dtype = arguments[0].dtype
         if op.can_run(dtype):
-            fault = op.find_fault(*arguments, **settings)
+            fault = op.find_kernel_fault(*arguments, **settings)
             if fault:
                 print(f"gwen: the kernel {op.name} is off for {dtype}: {fault}", file=sys.stderr)
                 op.disabled_dtypes.add(dtype)
-        if op.gradient != op._reference_gradient:  # the reference's gradient calls no kernel
+        if op.gradient != op._reference_gradient:  # the gradient of a reference runs no kernel
             waiting += _record_gradient_calls(op, arguments, settings)
 
 
 def _record_gradient_calls(
     op: Op[Any, Any], arguments: tuple[Any, ...], settings: dict[str, Any]
 ) -> list[Call]:
-    """The calls that the gradient of a call makes."""
+    """The calls of operations that the gradient of one call makes."""
     with record_calls() as calls:
         results = _array_leaves(op.reference(*arguments, **settings))
         cotangents = [mx.ones_like(result) for result in results]
@@ -271,38 +290,46 @@ def _array_leaves(tree: Any) -> list[mx.array]:
     return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float_array(leaf: Any) -> bool:
     return isinstance(leaf, mx.array) and mx.issubdtype(leaf.dtype, mx.floating)
 
 
-def _split_floats(arguments: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
+def _float_arrays_and_replacer(
+    arguments: Any,
+) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
     """
-    The floating-point arrays among the arguments, and a function that replaces them.
+    The floating-point arrays among the arguments, and a function that replaces these arrays.
 
-    The function takes as many arrays, and returns the arguments with the new arrays in place of the
-    old.
+    The function takes the same number of new arrays, and returns the arguments with the new arrays
+    in place of the old arrays.
     """
 
     def replace_floats(floats: Sequence[mx.array]) -> Any:
         remaining = iter(floats)
-        return tree_map(lambda leaf: next(remaining) if _is_float(leaf) else leaf, arguments)
+        return tree_map(lambda leaf: next(remaining) if _is_float_array(leaf) else leaf, arguments)
 
-    return [array for array in _array_leaves(arguments) if _is_float(array)], replace_floats
+    return [array for array in _array_leaves(arguments) if _is_float_array(array)], replace_floats
 
 
-def normal_array(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> mx.array:
-    """An array of normally distributed numbers for a check, the same in every process."""
+def random_normal_array(
+    *shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0
+) -> mx.array:
+    """Normally distributed numbers for checks, which are the same in every process."""
     return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
 
 
-def measure_disagreement(kernel: Any, reference: Any, exact: Any, dtype: mx.Dtype) -> float:
+def kernel_error_over_allowed_error(
+    kernel: Any, reference: Any, exact: Any, dtype: mx.Dtype
+) -> float:
     """
-    A kernel's largest error as a fraction of the allowed error; up to 1, the kernel is accepted.
+    A kernel's largest error divided by the allowed error.
 
-    reference: the expression's results in `dtype`. exact: its results for the same numbers in
-    float32. An error is |x - exact| / (1 + |exact|). The allowed error is the expression's own
-    largest error, but at least the tolerance for `dtype`. Whole numbers must be equal. The kernel
-    may be infinite or nan only where the expression is.
+    A kernel is accepted if the result is at most 1. `kernel` and `reference` are the results of the
+    kernel and of its expression in `dtype`, and `exact` contains the results of the expression for
+    the same numbers in float32. The error of a result x is |x - exact| / (1 + |exact|). The allowed
+    error is the largest error of the expression or the tolerance for `dtype`, whichever is larger.
+    Integer results must be equal. A result of the kernel may be infinite or nan only if the
+    expression has the same result.
     """
     worst = 0.0
     triples = zip(
@@ -319,7 +346,7 @@ def measure_disagreement(kernel: Any, reference: Any, exact: Any, dtype: mx.Dtyp
         x = result.astype(mx.float32)
         y = expected.astype(mx.float32)
         z = exact_result.astype(mx.float32)
-        # The difference of two infinities would be nan.
+        # Equal infinities must count as equal, but their difference would be nan.
         is_same = (x == y) | (mx.isnan(x) & mx.isnan(y))
         kernel_error = mx.where(is_same, 0.0, mx.abs(x - z) / (1 + mx.abs(z)))
         reference_error = mx.where(is_same, 0.0, mx.abs(y - z) / (1 + mx.abs(z)))
@@ -330,13 +357,13 @@ def measure_disagreement(kernel: Any, reference: Any, exact: Any, dtype: mx.Dtyp
     return worst
 
 
-def kernels_are_wanted() -> bool:
+def are_kernels_wanted() -> bool:
     """
-    Whether GWEN_KERNELS asks for kernels, as it does if it is unset.
+    Whether the environment variable GWEN_KERNELS is "on", unset or empty.
 
-    Raises ValueError if its value is neither on nor off.
+    Raises ValueError if the variable has a value other than "on" or "off".
     """
     value = os.environ.get("GWEN_KERNELS") or "on"
     if value not in ("on", "off"):
-        raise ValueError(f"GWEN_KERNELS={value!r} is neither on nor off")
+        raise ValueError(f"GWEN_KERNELS={value!r} is not valid; set it to on or off")
     return value == "on"

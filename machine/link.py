@@ -1,15 +1,15 @@
 """
-The connection between several machines: how it begins, how they exchange data, and how it ends.
+Connects several machines, lets them exchange data, and makes them end together.
 
-`mlx.launch` starts the same command on each machine and gives each a rank. MLX transports the
-bytes. In every exchange, each machine first sends a short message: the purpose of the exchange, or
-the reason why this machine ends. So all machines end together and know the reason. This file does
-not cover what the machines exchange (machine/world.py).
+`mlx.launch` starts the same command on each machine and assigns each machine a rank. MLX transports
+the bytes. In every exchange, each machine first sends a short message with the purpose of the
+exchange or with the reason why the machine ends. So if one machine ends, all machines end together
+and know the reason. machine/world.py defines what the machines exchange.
 
-MLX's collectives have two traps. On a GPU's stream, Metal's watchdog kills a collective that waits.
-So collectives run on the CPU's stream, on copies in plain memory that no stream is still writing.
-And if a machine hangs, a collective blocks its thread forever. So collectives have a thread of
-their own, while the main thread listens for signals and watches the clock.
+MLX's collectives have two problems. First, Metal's watchdog kills a collective that waits on the
+GPU's stream. So collectives run on the CPU's stream, on copies in plain memory that no stream is
+still writing. Second, if a machine hangs, a collective blocks its thread forever. So collectives
+have a thread of their own, while the main thread handles signals and timeouts.
 """
 
 import atexit
@@ -35,32 +35,41 @@ import numpy as np
 
 from machine import alive
 
-# Seconds in which the other machines must connect; on ranks other than 0, MLX gives up after 31.
+# The other machines must connect within this number of seconds. On ranks other than 0, MLX gives up
+# after 31 seconds.
 JOIN_TIMEOUT = 35.0
-EXCHANGE_TIMEOUT = 1800.0  # seconds without progress, after which an exchange fails
-FAREWELL_TIMEOUT = 20.0  # the same, for an exchange that says why this machine ends
-# The most numbers that are summed at once. This bounds the copies and keeps arrays below 2**31
-# numbers.
+EXCHANGE_TIMEOUT = 1800.0  # the number of seconds without progress after which an exchange fails
+# the number of seconds without progress after which the announcement of an early end fails
+FAREWELL_TIMEOUT = 20.0
+
+# At most this many numbers are summed at once, which limits the size of the copies and keeps arrays
+# below 2**31 numbers.
 BLOCK = 2**24
-HEADER_SIZE = 2**14  # bytes of an exchange's first message, padded with spaces
-MOST_REASON = 1000  # characters of a reason; each takes at most 12 bytes in the header
+HEADER_SIZE = 2**14  # the size in bytes of an exchange's first message, padded with spaces
+
+# The largest number of characters in a reason, each of which takes at most 12 bytes in the header.
+MOST_REASON = 1000
 
 
 class LinkError(ValueError):
-    """Another machine failed, is gone, or does something else. The message is one line."""
+    """
+    The error raised if another machine has failed, has disconnected or is out of step.
+
+    The error's message is one line.
+    """
 
 
-current: "Link | None" = None  # None: this process is the only one
+current: "Link | None" = None  # None if this process is the only one
 
 
 @contextlib.contextmanager
-def connect() -> Iterator[None]:
+def connect_machines() -> Iterator[None]:
     """
-    Connects this process with the others, if a launcher started several.
+    Inside the context, this process is connected to the other processes that a launcher started.
 
-    If this machine ends early, it tells the others why. Ranks other than 0 print nothing, except
-    one line if they end early. SIGTERM and SIGHUP, which come from a launcher or after a lost
-    connection, act like Ctrl-C.
+    If this machine ends early, it tells the other machines why. Ranks other than 0 print nothing
+    except one line if they end early. SIGTERM and SIGHUP, which are sent by a launcher or after a
+    lost connection, act like Ctrl-C.
 
     Raises ValueError if the machines do not find each other.
     """
@@ -68,15 +77,15 @@ def connect() -> Iterator[None]:
     group = None
     if not {"MLX_RANK", "OMPI_COMM_WORLD_RANK"}.isdisjoint(os.environ):
         with alive.show_activity("waiting for the other machines"):
-            group = _init()
+            group = _join_mlx_group()
     if group is None or group.size() == 1:
         yield
         return
 
     current = Link(group)
     streams = (sys.stdout, sys.stderr)
-    for number in ending_signals()[1:]:
-        signal.signal(number, raise_interrupt)
+    for number in signals_that_end_run()[1:]:
+        signal.signal(number, raise_keyboard_interrupt)
     try:
         host_names = current.all_gather(socket.gethostname())
         current.names = [f"rank {rank} ({name})" for rank, name in enumerate(host_names)]
@@ -85,28 +94,29 @@ def connect() -> Iterator[None]:
         else:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
         yield
-        current.all_gather("done")  # no machine disconnects while another is still at work
+        current.all_gather("done")  # no machine disconnects while another machine is still working
     except BaseException as error:
         sys.stdout, sys.stderr = streams
         current.announce_end(error)
         if isinstance(error, KeyboardInterrupt):
-            print(f"\n{describe_end(error)}", file=sys.stderr)
+            print(f"\n{end_reason_with_machine_name(error)}", file=sys.stderr)
             sys.exit(130)
         raise
     finally:
         sys.stdout, sys.stderr = streams
 
 
-def _init() -> Any:
+def _join_mlx_group() -> Any:
     """
-    Opens MLX's group of machines.
+    Joins MLX's group of machines and returns the group.
 
-    Raises ValueError if that fails. On rank 0, the process ends if the others do not connect in
-    time.
+    Raises ValueError if joining fails. On rank 0, the process ends if the other machines do not
+    connect in time.
     """
     if os.environ.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
         raise ValueError(
-            "MLX_METAL_FAST_SYNCH is set; with several machines MLX hangs with it, so unset it"
+            "MLX_METAL_FAST_SYNCH is set, which makes MLX hang if there are several machines; "
+            "unset it"
         )
     if os.environ.get("MLX_RANK", "0") == "0":
         print(
@@ -114,7 +124,7 @@ def _init() -> Any:
             file=sys.stderr,
             flush=True,
         )
-    # MLX holds the interpreter's lock, so no Python signal handler would run.
+    # MLX holds the interpreter lock while it connects, so a Python signal handler could not run.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     with open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(JOIN_TIMEOUT, exit=True, file=nowhere)
@@ -129,8 +139,8 @@ def _init() -> Any:
             signal.signal(signal.SIGINT, handler)
 
 
-def refuse_differences(facts: dict[str, Any]) -> None:
-    """Raises LinkError on every machine if one machine's facts differ from those of rank 0."""
+def raise_if_machines_differ(facts: dict[str, Any]) -> None:
+    """Raises LinkError on every machine if any machine's facts differ from the facts of rank 0."""
     assert current
     all_facts = current.all_gather(facts)
     expected = all_facts[0]
@@ -138,13 +148,13 @@ def refuse_differences(facts: dict[str, Any]) -> None:
         for fact, value in machine_facts.items():
             if value != expected[fact]:
                 raise LinkError(
-                    f"{name} has another {fact} than {current.names[0]}: {value}, not "
-                    f"{expected[fact]}; make them the same"
+                    f"{name} has another {fact} than {current.names[0]}: {value} instead of "
+                    f"{expected[fact]}; use the same {fact} on all machines"
                 )
 
 
-def code_checksum() -> int:
-    """A checksum of the files of Gwen's imported modules, which differs between versions."""
+def imported_code_checksum() -> int:
+    """A checksum of the source files of all imported Gwen modules."""
     root = Path(__file__).parent.parent
     modules = list(sys.modules.values())
     files = {Path(getattr(module, "__file__", None) or "/") for module in modules}
@@ -152,14 +162,15 @@ def code_checksum() -> int:
     return zlib.crc32(b"".join(file.read_bytes() for file in gwen_files))
 
 
-# ---- early ends
+# ---- ending early
 
 
-def ending_signals() -> list[signal.Signals]:
+def signals_that_end_run() -> list[signal.Signals]:
     """
-    The signals that end a run but let it save first; SIGINT is the first of them.
+    The signals that end a run after it has saved its state, with SIGINT first.
 
-    They come from Ctrl-C, a launcher, a scheduler or a closed terminal. Ignored ones are left out.
+    These signals come from Ctrl-C, a launcher, a scheduler or a closed terminal. Signals that this
+    process ignores are not included.
     """
     signals = [signal.SIGINT]
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -168,26 +179,27 @@ def ending_signals() -> list[signal.Signals]:
     return signals
 
 
-def raise_interrupt(number: int, *_: Any) -> NoReturn:
+def raise_keyboard_interrupt(signal_number: int, *_: Any) -> NoReturn:
     """
     A signal handler that raises KeyboardInterrupt.
 
-    The exception's argument is the signal's name; it has none for SIGINT.
+    For SIGINT, the exception has no argument. For other signals, the exception's argument is the
+    signal's name.
     """
-    if number == signal.SIGINT:
+    if signal_number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    raise KeyboardInterrupt(signal.Signals(signal_number).name)
 
 
-def describe_end(error: BaseException) -> str:
-    """Why this machine ends, after the machine's name if there are several."""
-    reason = _end_reason(error)
+def end_reason_with_machine_name(error: BaseException) -> str:
+    """The reason why this machine ends, with the machine's name if there are several machines."""
+    reason = _end_reason_without_machine_name(error)
     if current is None:
         return reason
     return f"{current.names[current.rank]}: {reason}"
 
 
-def _end_reason(error: BaseException) -> str:
+def _end_reason_without_machine_name(error: BaseException) -> str:
     if isinstance(error, SystemExit) and error.__context__ is not None:
         error = error.__context__  # the error that made the process call exit
     if isinstance(error, KeyboardInterrupt):
@@ -198,18 +210,22 @@ def _end_reason(error: BaseException) -> str:
 # ---- the connection
 
 
-class Job(NamedTuple):
-    """One exchange, for the thread; see `Link.exchange`."""
+class ExchangeJob(NamedTuple):
+    """One exchange for the thread to carry out, with the arguments of `Link.exchange`."""
 
     result: "Future[list[bytes]]"
     purpose: str
     data: bytes
-    flat: np.ndarray | None
+    array_to_sum: np.ndarray | None
     reason: str
 
 
 class Link:
-    """The connection. A thread runs the collectives, in order; the main thread waits for it."""
+    """
+    The connection of this machine to the other machines.
+
+    A thread runs the collectives in order, while the main thread waits for their results.
+    """
 
     def __init__(self, group: Any):
         self.group = group
@@ -220,30 +236,36 @@ class Link:
         self.num_collectives = 0
         self.is_over = False
         self.is_stuck = False
-        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()
-        atexit.register(self._leave)  # registered first, so that it runs last
+        self.jobs: queue.SimpleQueue[ExchangeJob] = queue.SimpleQueue()
+        threading.Thread(target=self._run_jobs_forever, daemon=True).start()
+        atexit.register(self._exit_if_stuck)  # registered first, so that it runs last
 
     # ---- in the main thread
 
     def exchange(
-        self, purpose: str, data: bytes = b"", flat: np.ndarray | None = None, reason: str = ""
+        self,
+        purpose: str,
+        data: bytes = b"",
+        array_to_sum: np.ndarray | None = None,
+        reason: str = "",
     ) -> list[bytes]:
         """
-        Exchanges data; returns the data of all machines, by rank.
+        Exchanges data with all machines, and returns the data of all machines, by rank.
 
-        flat: an array that is overwritten with its sum over all machines. reason: why this machine
-        ends; "" if it does not. The exchange is one job of the thread, so that a Ctrl-C here does
-        not interrupt the exchange for the other machines.
+        array_to_sum: an array that is overwritten with its sum over all machines.
+        reason: the reason why this machine ends, or "" if it does not end.
 
-        Raises LinkError if a machine ends or is gone, or if no collective completes for
+        The thread carries out the whole exchange, so that Ctrl-C on this machine does not interrupt
+        the exchange on the other machines.
+
+        Raises LinkError if a machine ends or has disconnected, or if no collective completes for
         EXCHANGE_TIMEOUT seconds (FAREWELL_TIMEOUT if this machine ends).
         """
         if self.is_over:
-            raise LinkError("the machines have parted")
+            raise LinkError("the connection to the other machines has already ended")
         begin = time.monotonic()
         timeout = FAREWELL_TIMEOUT if reason else EXCHANGE_TIMEOUT
-        job = Job(Future(), purpose, data, flat, reason)
+        job = ExchangeJob(Future(), purpose, data, array_to_sum, reason)
         self.jobs.put(job)
         num_before = -1
         while not job.result.done() and num_before < self.num_collectives:
@@ -255,7 +277,7 @@ class Link:
         if self.is_stuck:
             self.is_over = True
             raise LinkError(
-                f"a machine hangs or is very late: nothing came from it for {timeout:.0f} s"
+                f"a machine hangs or is very late: no data has arrived for {timeout:.0f} s"
             )
         error = job.result.exception()
         if error is None:
@@ -263,27 +285,31 @@ class Link:
         self.is_over = True
         if isinstance(error, LinkError):
             raise LinkError(str(error))
-        raise LinkError(f"another machine is gone, or the network to it ({error})")
+        raise LinkError(f"another machine or the network connection to it has failed ({error})")
 
     def all_gather(self, value: Any, purpose: str = "all_gather") -> list[Any]:
-        """See `world.all_gather`."""
+        """The values of all machines, by rank, as described in `world.all_gather`."""
         return [_decode(data) for data in self.exchange(purpose, _encode(value))]
 
     def announce_end(self, error: BaseException) -> None:
         """
         Tells the other machines, in their next exchange, why this machine ends.
 
-        Waits at most FAREWELL_TIMEOUT seconds for them.
+        This call waits at most FAREWELL_TIMEOUT seconds for the other machines.
         """
         is_success = isinstance(error, SystemExit) and not error.code
         if not self.is_over and not is_success:
-            reason = " ".join(_end_reason(error).split())[:MOST_REASON]
+            reason = " ".join(_end_reason_without_machine_name(error).split())[:MOST_REASON]
             with contextlib.suppress(LinkError, KeyboardInterrupt):
                 self.exchange("", reason=reason)
         self.is_over = True
 
-    def _leave(self) -> None:
-        """Ends the process if it is stuck: MLX would wait for a collective that never completes."""
+    def _exit_if_stuck(self) -> None:
+        """
+        Ends the process immediately if a collective is stuck.
+
+        Otherwise, MLX would wait forever for this collective when the process exits.
+        """
         if self.is_stuck:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -291,17 +317,17 @@ class Link:
 
     # ---- in the thread
 
-    def _work(self) -> None:
+    def _run_jobs_forever(self) -> None:
         while True:
             job = self.jobs.get()
             try:
                 job.result.set_result(self._run_job(job))
-            except BaseException as error:  # the main thread reports it
+            except BaseException as error:  # the main thread reports the error
                 job.result.set_exception(error)
 
-    def _run_job(self, job: Job) -> list[bytes]:
+    def _run_job(self, job: ExchangeJob) -> list[bytes]:
         """
-        Exchanges the headers, then computes the sum and exchanges the data that they announce.
+        Exchanges headers, then computes the requested sum, and then exchanges the data.
 
         Raises LinkError if a machine ends, or if two machines have different purposes.
         """
@@ -314,11 +340,12 @@ class Link:
                 raise LinkError(f"{name}: {reason}")
         if len(set(purposes)) > 1:
             raise LinkError(
-                f"the machines have lost step with each other, at a {job.purpose}; start them again"
+                f"the machines are out of step: during this machine's exchange {job.purpose!r}, "
+                f"another machine started a different exchange; start all machines again"
             )
 
-        if job.flat is not None:
-            for block in np.split(job.flat, range(BLOCK, len(job.flat), BLOCK)):
+        if job.array_to_sum is not None:
+            for block in np.split(job.array_to_sum, range(BLOCK, len(job.array_to_sum), BLOCK)):
                 block[:] = self._run_collective(mx.distributed.all_sum, block)
         largest = max(sizes)
         if not largest:
@@ -327,15 +354,15 @@ class Link:
         return [data[:size] for data, size in zip(padded, sizes, strict=True)]
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of all machines, by rank. All machines must send equally many bytes."""
+        """The data of all machines, by rank; all machines must send the same number of bytes."""
         array = np.frombuffer(data, np.uint8)
         gathered = self._run_collective(mx.distributed.all_gather, array)
         return [part.tobytes() for part in np.split(gathered, self.size)]
 
     def _run_collective(self, collective: Callable[..., mx.array], array: np.ndarray) -> np.ndarray:
-        """The result of one MLX collective on this machine's array."""
+        """The result of one MLX collective to which this machine contributes `array`."""
         result = collective(mx.array(array), group=self.group, stream=mx.cpu)
-        mx.eval(result)  # waits for the slowest machine; the main thread goes on meanwhile
+        mx.eval(result)  # this thread waits for the slowest machine, but the main thread does not
         self.num_collectives += 1
         return np.array(result)
 
@@ -344,7 +371,11 @@ class Link:
 
 
 def _encode(value: Any) -> bytes:
-    """A value as JSON with arrays in base64. Unlike a pickle, it runs no code when read."""
+    """
+    The value as JSON, with arrays encoded in base64.
+
+    Decoding JSON, unlike loading a pickle, cannot run code.
+    """
     return json.dumps(value, default=_encode_object).encode()
 
 
@@ -352,14 +383,18 @@ def _encode_object(value: Any) -> Any:
     if isinstance(value, range):
         return list(value)
     if not isinstance(value, (np.ndarray, mx.array)):
-        raise TypeError(f"{type(value).__name__} cannot be sent to other machines")
+        raise TypeError(f"a value of type {type(value).__name__} cannot be sent to other machines")
     array = np.array(value)
     text = base64.b64encode(array.tobytes()).decode()
     return {"array": [text, array.dtype.str, array.shape, isinstance(value, mx.array)]}
 
 
 def _decode(data: bytes) -> Any:
-    """The value that was encoded. No dictionary in it may have "array" as its only key."""
+    """
+    The value that `_encode` encoded in the data.
+
+    No dictionary in the value may have "array" as its only key.
+    """
     return json.loads(data, object_hook=_decode_object)
 
 

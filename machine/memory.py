@@ -1,8 +1,7 @@
 """
-This machine's memory, errors that mean that it ran out, and how many rows fit at once.
+The size of this machine's memory, out-of-memory errors, and the number of rows that fit at once.
 
-All of this works with and without a GPU. This file does not cover the memory that a run needs
-(preflight.py).
+All functions work with and without a GPU. preflight.py estimates the memory that a run needs.
 """
 
 import math
@@ -16,11 +15,12 @@ from machine import gpu
 
 P = ParamSpec("P")
 R = TypeVar("R")
-GROW_AFTER = 32  # batches that fitted, before a halved size grows by a quarter
-MOST_CACHE = 2 * 10**9  # bytes of freed buffers that MLX may keep, however much is free
+EmptyIfOutOfMemory = list[R]  # a list that contains a result, or an empty list
+GROW_AFTER = 32  # the number of batches that must fit before a halved size grows by one quarter
+MOST_CACHE = 2 * 10**9  # MLX may keep at most this many bytes of freed buffers
 WIRED_LIMIT = "GWEN_WIRED_LIMIT"
-# The most GPU errors to expect in a row: MLX raises one at a time, and has up to ten command
-# buffers in flight.
+# The largest number of consecutive GPU errors to expect. MLX raises one error at a time, and may
+# have ten command buffers in flight.
 MOST_ERRORS = 20
 OUT_OF_MEMORY_WORDS = (
     "insufficient memory",
@@ -38,11 +38,12 @@ WATCHDOG_ERRORS = (
 )
 
 
-def memory_size() -> int:
+def usable_memory_bytes() -> int:
     """
-    How many bytes this process may use.
+    The number of bytes that this process may use.
 
-    On a GPU, this is the recommended size of the working set; otherwise, the machine's memory.
+    On a GPU, this number is the recommended size of the working set. On a CPU, it is the size of
+    the machine's memory.
     """
     recommended: Any = None
     if gpu.on_gpu():
@@ -50,25 +51,27 @@ def memory_size() -> int:
     return int(recommended or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def limit_mlx_cache() -> None:
+def set_mlx_memory_limits() -> None:
     """
     On a GPU, limits MLX's cache of freed buffers, and wires GWEN_WIRED_LIMIT GB of memory.
 
-    The cache gets an eighth of the memory, but at most MOST_CACHE. By default, no memory is wired:
-    macOS was reported to panic with wired memory (docs/memory.md).
+    The limit of the cache is one eighth of the memory, but at most MOST_CACHE bytes. By default, no
+    memory is wired, because users have reported kernel panics of macOS with wired memory
+    (docs/memory.md).
 
-    Raises ValueError if GWEN_WIRED_LIMIT is not a size or is above the memory.
+    Raises ValueError if GWEN_WIRED_LIMIT is not a number of GB between 0 and the size of the
+    memory.
     """
     text = os.environ.get(WIRED_LIMIT) or "0"
-    memory = memory_size()
+    memory = usable_memory_bytes()
     try:
         wired = float(text) * 1e9
     except ValueError:
         wired = math.nan
     if not 0 <= wired <= memory:
         raise ValueError(
-            f"--wired-limit or {WIRED_LIMIT} is {text!r:.60}; it must be GB from 0 to "
-            f"{memory / 1e9:.2f}"
+            f"--wired-limit or {WIRED_LIMIT} is {text!r:.60}, but it must be a number of GB from 0 "
+            f"to {memory / 1e9:.2f}"
         )
     if gpu.on_gpu():
         mx.set_cache_limit(min(memory // 8, MOST_CACHE))
@@ -81,10 +84,11 @@ def limit_mlx_cache() -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """
-    Whether an error from MLX or numpy says that memory ran out.
+    Whether an error from MLX or numpy means that memory ran out.
 
-    MLX's backends say so only in the message. On a CPU, MLX 0.32 often raises no error: it uses
-    memory that it was not given, and the process dies.
+    MLX's backends indicate this only in the error's message. On a CPU, MLX 0.32 often raises no
+    error when an allocation fails. MLX then uses memory that was not allocated, and the process
+    crashes.
     """
     if isinstance(error, MemoryError):
         return True
@@ -94,11 +98,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_watchdog_error(error: BaseException) -> bool:
     """
-    Whether macOS stopped the GPU's work.
+    Whether an error from MLX means that macOS stopped the GPU's work.
 
-    macOS does so if this or other work delayed the display, took too long or hung.
+    macOS stops GPU work if this process or another process delayed the display, took too long or
+    hung.
 
-    Source: github.com/ml-explore/mlx/issues/3267; MTLCommandBufferError in Apple's Metal.
+    Sources: github.com/ml-explore/mlx/issues/3267; MTLCommandBufferError in Apple's Metal.
     """
     text = str(error).lower().replace(" ", "")
     if "gputimeouterror" in text:
@@ -106,37 +111,39 @@ def is_watchdog_error(error: BaseException) -> bool:
     return any(f"iogpucommandbuffercallbackerror{kind}" in text for kind in WATCHDOG_ERRORS)
 
 
-def should_try_smaller(error: BaseException) -> bool:
-    """Whether less work at once might succeed: memory ran out, or macOS stopped the work."""
+def should_retry_with_less_work(error: BaseException) -> bool:
+    """Whether an error means that memory ran out or that macOS stopped the GPU's work."""
     return is_out_of_memory(error) or is_watchdog_error(error)
 
 
-def try_within_memory(compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+def try_within_memory(
+    compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> EmptyIfOutOfMemory[R]:
     """
-    The result of `compute` in a list, or an empty list if memory ran out.
+    A list that contains the result of `compute`, or an empty list if memory ran out.
 
-    If memory ran out, everything that `compute` allocated has been freed.
+    If memory ran out, all memory that `compute` allocated has been freed.
     """
     try:
         return [compute(*args, **kwargs)]
     except (RuntimeError, MemoryError) as error:
-        if not should_try_smaller(error):
+        if not should_retry_with_less_work(error):
             raise
-        # Without its traceback, which would keep every array of the attempt alive.
+        # The traceback is dropped, because it would keep all arrays of the failed attempt alive.
         first_error = error.with_traceback(None)
-    # After a command buffer that ran out of memory, macOS may end later ones with other errors, and
-    # report those first.
-    errors = [first_error, *drain_gpu()]
+    # After one command buffer runs out of memory, macOS may end later command buffers with other
+    # errors, and may report those other errors first.
+    errors = [first_error, *wait_for_gpu_and_free_buffers()]
     if not any(map(is_out_of_memory, errors)):
         raise first_error
     return []
 
 
-def drain_gpu() -> list[RuntimeError]:
+def wait_for_gpu_and_free_buffers() -> list[RuntimeError]:
     """
-    Waits for queued work, which may hold caches, and frees MLX's unused buffers.
+    Waits for the GPU's queued work, which may keep caches alive, and frees MLX's unused buffers.
 
-    Returns the errors of that work.
+    Returns the errors that the queued work raised.
     """
     errors = []
     for _ in range(MOST_ERRORS):
@@ -149,45 +156,57 @@ def drain_gpu() -> list[RuntimeError]:
     return errors
 
 
-def write_on_cpu(write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+def write_on_cpu_despite_gpu_errors(
+    write: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+) -> None:
     """
     Calls `write` on the CPU's stream, which works even after an error on the GPU.
 
-    Calls it again as long as errors from the GPU arrive, at most MOST_ERRORS times in all.
+    If the call raises an error that comes from earlier GPU work, `write` is called again, at most
+    MOST_ERRORS times in total.
     """
     for errors_left in reversed(range(MOST_ERRORS)):
         try:
             with mx.stream(mx.cpu):
                 return write(*args, **kwargs)
         except RuntimeError as error:
-            if not errors_left or not should_try_smaller(error):
+            if not errors_left or not should_retry_with_less_work(error):
                 raise
 
 
-# ---- rows at once
+# ---- the number of rows per batch
 
 
 class BatchSize:
     """
-    How many rows go through a model at once. The size is halved when memory runs out.
+    The number of rows that a model processes at once, which is halved when memory runs out.
 
-    Callers that share the object share the reduced size. It grows back slowly if callers report
-    each batch that fitted with `note_success`. Without these reports it stays reduced.
+    Callers that share this object share the reduced size. A reduced size grows slowly back to the
+    original size if callers report each batch that fitted in memory by calling `record_success`.
+    Without these calls, the size stays reduced.
     """
 
     def __init__(self, rows: int):
         assert rows >= 1, rows
         self.rows = rows
         self.most = rows
-        self.num_good = 0  # batches that fitted since the last change
+        self.num_good = 0  # the number of batches that have fitted since the last change of `rows`
 
-    def halve(self, num_rows: int) -> None:
-        """Sets `rows` to half of `rows` or of `num_rows`, whichever is less, but at least to 1."""
-        self.rows = max(min(self.rows, num_rows) // 2, 1)
+    def halve(self, num_failed_rows: int) -> None:
+        """
+        Sets the size to half of the current size or of `num_failed_rows`, whichever is smaller.
+
+        The new size is at least 1.
+        """
+        self.rows = max(min(self.rows, num_failed_rows) // 2, 1)
         self.num_good = 0
 
-    def note_success(self) -> None:
-        """Counts a batch that fitted. After GROW_AFTER of them, the size grows by a quarter."""
+    def record_success(self) -> None:
+        """
+        Counts one batch that fitted in memory.
+
+        After GROW_AFTER such batches, the size grows by one quarter, up to the original size.
+        """
         self.num_good += 1
         if self.rows < self.most and self.num_good >= GROW_AFTER:
             self.rows = min(self.most, -(-self.rows * 5 // 4))

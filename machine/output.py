@@ -1,10 +1,10 @@
 """
-Standard output and standard error that cannot end a command.
+Prevents errors on standard output and standard error from ending a command.
 
-A pipe's reader may leave, a disk may fill up, a terminal may close, an encoding may lack a
-character: none of these is a reason to lose a run. Inside `guard_output()`, text that cannot be
-written is dropped, and a character that the encoding lacks is escaped. This file does not cover
-what is printed (reporting/console.py).
+The reader of a pipe may exit, a disk may fill up, a terminal may be closed, or an encoding may lack
+a character. None of these events should end a run. Inside `guard_output()`, text that cannot be
+written is dropped, and a character that the encoding lacks is escaped. The printed text itself
+comes from reporting/console.py.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 
 class LossyFile(io.FileIO):
-    """A file descriptor for writing that drops what it cannot write, and keeps the first error."""
+    """A writable file that drops data it cannot write, and keeps the first error."""
 
     error: OSError | None = None
 
@@ -29,7 +29,7 @@ class LossyFile(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             num_bytes = super().write(data)
-            while num_bytes is None:  # a full pipe in non-blocking mode
+            while num_bytes is None:  # the pipe is full and in non-blocking mode
                 select.select([], [self.fileno()], [])
                 num_bytes = super().write(data)
             return num_bytes
@@ -44,22 +44,26 @@ class LossyFile(io.FileIO):
 @contextlib.contextmanager
 def guard_output(*, is_log: bool = False) -> Iterator[None]:
     """
-    Inside the context, or in a function that it decorates, stdout and stderr raise no errors.
+    Inside the context, or in a decorated function, writing to stdout and stderr raises no errors.
 
-    is_log: whether stdout is only a log of a run. If a log is lost, a line on stderr says that the
-    run goes on. Otherwise stdout is the command's result: if it cannot be written, the command ends
-    with status 1, unless its reader has left, as `head` does.
+    is_log: whether stdout is only the log of a run. If a log cannot be written, a line on stderr
+        says that the run continues. If stdout is not a log, it is the command's result. If the
+        result cannot be written, the command exits with status 1, unless the error is only that
+        the reader of the pipe has exited, as `head` does.
     """
 
     def report_lost_log(error: OSError) -> None:
         if is_log:
-            _print_error(f"standard output is lost ({error.strerror}); the run goes on without it")
+            _print_to_stderr(
+                f"standard output cannot be written ({error.strerror}); "
+                "the run continues without it"
+            )
 
-    _open_standard_descriptors()
+    _open_closed_standard_descriptors()
     streams_before = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
-    stdin = _make_readable(sys.stdin)
-    stderr = _make_lossy(sys.stderr, None)
-    stdout = _make_lossy(sys.stdout, report_lost_log)
+    stdin = _stdin_or_empty_stream(sys.stdin)
+    stderr = _lossy_stream_to_same_file(sys.stderr, None)
+    stdout = _lossy_stream_to_same_file(sys.stdout, report_lost_log)
     sys.stdin = stdin
     sys.stderr = stderr
     sys.stdout = stdout
@@ -70,67 +74,71 @@ def guard_output(*, is_log: bool = False) -> Iterator[None]:
         has_ended_well = True
     finally:
         for stream in (stdout, stderr):
-            with contextlib.suppress(ValueError):  # somebody closed it
+            with contextlib.suppress(ValueError):  # the stream may have been closed
                 stream.flush()
         for name, stream in guarded.items():
             before = streams_before[name]
-            is_unchanged = getattr(sys, name) is stream  # else somebody redirected it meanwhile
+            is_unchanged = getattr(sys, name) is stream  # False if other code redirected the stream
             if is_unchanged and before is not None:
-                setattr(sys, name, before)  # the end of the process flushes it
+                setattr(sys, name, before)  # Python flushes this stream when the process exits
 
-    error = getattr(_raw_file(stdout), "error", None)
-    is_new = stdout is not streams_before["stdout"]  # else an outer guard reports the error
+    error = getattr(_unbuffered_file(stdout), "error", None)
+    # if False, an outer call of `guard_output` reports the error
+    is_new = stdout is not streams_before["stdout"]
     if not has_ended_well or not is_new or is_log or error is None:
         return
     if error.errno != errno.EPIPE:
-        _print_error(f"error: standard output cannot be written: {error.strerror}")
+        _print_to_stderr(f"error: standard output cannot be written: {error.strerror}")
         sys.exit(1)
 
 
-def _print_error(line: str) -> None:
-    # stderr may be lost, closed or None
+def _print_to_stderr(line: str) -> None:
+    # stderr may be unwritable, closed or None
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(line, file=sys.stderr, flush=True)
 
 
-def _open_standard_descriptors() -> None:
+def _open_closed_standard_descriptors() -> None:
     """
-    Opens /dev/null in place of a closed stdin, stdout or stderr.
+    Opens /dev/null in place of each closed descriptor of stdin, stdout and stderr.
 
-    Otherwise, the next file that the process opens would get the free descriptor, and whatever a
+    Otherwise, the next file that the process opens would get the free descriptor, and text that a
     library or child process prints would be written into that file.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is `descriptor`
 
 
-def _make_readable(stream: TextIO | None) -> TextIO:
-    """The stream stdin, or an empty stream if Python has none, as after `<&-`."""
+def _stdin_or_empty_stream(stream: TextIO | None) -> TextIO:
+    """The given stdin, or an empty stream if stdin is None because it was closed with `<&-`."""
     return open(os.devnull) if stream is None else stream
 
 
-def _make_lossy(stream: TextIO | None, on_loss: Callable[[OSError], None] | None) -> TextIO:
+def _lossy_stream_to_same_file(
+    stream: TextIO | None, on_loss: Callable[[OSError], None] | None
+) -> TextIO:
     """
-    A stream to the same file that drops text it cannot write.
+    A stream to the same file that drops text that cannot be written.
 
-    If Python has no stream, as after `>&-`, the new one drops everything. A stream without a file
-    descriptor, such as a notebook's or a test's, is returned unchanged.
+    If the given stream is None because it was closed with `>&-`, the returned stream drops all
+    text. A stream without a file descriptor, as in a notebook or a test, is returned unchanged.
     """
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")
-    if type(stream) is not io.TextIOWrapper or isinstance(_raw_file(stream), LossyFile):
+    if type(stream) is not io.TextIOWrapper or isinstance(_unbuffered_file(stream), LossyFile):
         return stream
     try:
         file = LossyFile(stream.fileno(), on_loss)
-    except (OSError, ValueError):  # in memory, or closed
+    except (OSError, ValueError):  # the stream is in memory or closed
         return stream
 
     with contextlib.suppress(OSError):  # text in the old buffer may be unwritable too
         stream.flush()
-    buffer: Any = file if stream.write_through else io.BufferedWriter(file)  # -u: no buffer
+    # with python -u, the stream has no buffer
+    buffer: Any = file if stream.write_through else io.BufferedWriter(file)
     return io.TextIOWrapper(
         buffer,
         encoding=stream.encoding,
@@ -141,7 +149,7 @@ def _make_lossy(stream: TextIO | None, on_loss: Callable[[OSError], None] | None
     )
 
 
-def _raw_file(stream: Any) -> Any:
-    """The file below a stream's buffer, if it has one."""
+def _unbuffered_file(stream: Any) -> Any:
+    """The unbuffered file below a stream's buffer, or None if the stream has no buffer."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)

@@ -1,4 +1,4 @@
-"""The environment of a measurement, which a reader needs to know in order to repeat it."""
+"""Facts about the environment of a run or measurement, which are needed to reproduce it."""
 
 import os
 import platform
@@ -14,19 +14,19 @@ PACKAGES = ("mlx", "mlx-lm", "transformers", "datasets", "numpy")
 
 
 def current_commit() -> str | None:
-    """The commit of this code, or None if it is unknown."""
+    """The Git commit of this code, or None if the commit is unknown."""
     root = Path(__file__).parents[1]
-    # On a Mac without developer tools, git would open a window.
+    # On a Mac without developer tools, running git would open a dialog.
     if (root / ".git").exists() and shutil.which("git"):
         command = ["git", "rev-parse", "HEAD"]
         result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         return result.stdout.strip() or None
-    recorded = Path(__file__).with_name("commit.txt")  # .ci/wheel.py put it into the wheel
+    recorded = Path(__file__).with_name("commit.txt")  # .ci/wheel.py adds this file to the wheel
     return recorded.read_text() if recorded.is_file() else None
 
 
-def describe_environment(blas: str) -> dict[str, Any]:
-    """The versions, device and commit. blas: the description of the BLAS library."""
+def collect_environment_facts(blas_description: str) -> dict[str, Any]:
+    """The software versions, hardware, BLAS library and Git commit of this environment."""
     device_info = mx.device_info()
     processor = platform.processor() or platform.machine()
     return {
@@ -35,7 +35,7 @@ def describe_environment(blas: str) -> dict[str, Any]:
         "device": str(mx.default_device()),
         "machine": device_info.get("device_name", processor),
         "num_cpus": os.cpu_count(),
-        "blas": blas,
+        "blas": blas_description,
         "versions": {package: version(package) for package in PACKAGES},
         "commit": current_commit(),
     }

@@ -1,10 +1,11 @@
 """
-Reads the rows of Arrow tables as JSON would hold them: a key that a row lacks is absent, not null.
+Reads the rows of Arrow tables in the form that they have in JSON, where a key that a row lacks is
+absent.
 
-Arrow gives every struct in a column the same fields, and sets the fields that a row lacks to null.
-Gwen reads such a null as an absent key, at any depth. A null stays if it is a whole column's value,
-or is in a list, in a map or in JSON text, because somebody wrote it.
-This file does not cover which files hold tables (prompts/files.py).
+Arrow gives every struct in a column the same fields, and sets fields that a row lacks to null. Gwen
+removes fields that are null for this reason, at any depth. A null is kept if it is the whole value
+of a column, or if it is in a list, in a map or in JSON text, because a user must have written such
+a null. This file does not cover which files contain tables (prompts/files.py).
 """
 
 import json
@@ -13,140 +14,156 @@ from collections.abc import Mapping
 from typing import Any
 
 Rows = list[Any]
-Place = tuple[str, ...]  # the keys on the path to a value; "[]" stands for a list
+Place = tuple[str, ...]  # the path of keys to a value; "[]" is the key of a list's items
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 # ---- rows of known origin
 
 
-def rows_of_table(table: Any) -> Rows:
+def rows_from_arrow_table(table: Any) -> Rows:
     """The rows of a `pyarrow.Table`."""
     columns: dict[str, list[Any]] = {}
     for place, field in enumerate(table.schema):
         values = table.column(place).to_pylist()
-        columns[field.name] = [_value_of(value, field.type) for value in values]
+        columns[field.name] = [_value_without_null_fields(value, field.type) for value in values]
     rows = []
     for row in range(table.num_rows):
         rows.append({name: column[row] for name, column in columns.items()})
     return rows
 
 
-def _value_of(value: Any, kind: Any) -> Any:
-    """A value with this Arrow type, without the fields that are null."""
-    import pyarrow  # here: importing it takes half a second
+def _value_without_null_fields(value: Any, arrow_type: Any) -> Any:
+    """A value of an Arrow type, without the struct fields that are null."""
+    import pyarrow  # imported here because it takes half a second
 
     if value is None:
         return None
 
-    if pyarrow.types.is_struct(kind):
-        fields = {field.name: _value_of(value[field.name], field.type) for field in kind}
+    if pyarrow.types.is_struct(arrow_type):
+        fields = {
+            field.name: _value_without_null_fields(value[field.name], field.type)
+            for field in arrow_type
+        }
         return {name: field for name, field in fields.items() if field is not None}
 
-    if pyarrow.types.is_map(kind):
-        return {key: _value_of(item, kind.item_type) for key, item in value}
+    if pyarrow.types.is_map(arrow_type):
+        return {key: _value_without_null_fields(item, arrow_type.item_type) for key, item in value}
 
-    if hasattr(kind, "value_field") and isinstance(value, list):
-        return [_value_of(item, kind.value_type) for item in value]
+    if hasattr(arrow_type, "value_field") and isinstance(value, list):
+        return [_value_without_null_fields(item, arrow_type.value_type) for item in value]
 
-    if getattr(kind, "extension_name", "") == "arrow.json":
+    if getattr(arrow_type, "extension_name", "") == "arrow.json":
         return json.loads(value)
     return value
 
 
-def rows_of_dataset(dataset: Any) -> Rows:
+def rows_from_dataset(dataset: Any) -> Rows:
     """The rows of a `datasets.Dataset`."""
-    return rows_of_table(dataset.with_format("arrow")[:])
+    return rows_from_arrow_table(dataset.with_format("arrow")[:])
 
 
-def rows_of_program(data: Any) -> tuple[Rows, int]:
+def rows_and_num_doubtful_nulls(data: Any) -> tuple[Rows, int]:
     """
-    The rows of data that a program passes in.
+    Reads the rows of data that a user's program passes to Gwen.
 
-    Also returns the number of nulls that were read as absent keys although somebody may have
-    written them.
+    Returns the rows, and the number of nulls that were removed although the user may have written
+    them.
 
-    data: a `datasets.Dataset` or `DatasetDict` (whose splits become the column `split`), a pandas,
-    pyarrow or polars table, or any iterable of dictionaries. `is_filled_up` decides whether the
-    dictionaries look like those of `dataset.to_list()`.
+    data: a `datasets.Dataset`, a `DatasetDict` (whose splits become the column `split`), a table
+    from pandas, pyarrow or polars, or any iterable of dictionaries. The function
+    `looks_filled_with_nulls` recognizes the dictionaries that `dataset.to_list()` makes.
     """
     module = type(data).__module__.partition(".")[0]
     if module == "datasets" and isinstance(data, Mapping):
         all_rows = []
         for name, dataset in data.items():
-            split_rows, _ = rows_of_program(dataset)
+            split_rows, _ = rows_and_num_doubtful_nulls(dataset)
             all_rows += [row | {"split": name} for row in split_rows]
         return all_rows, 0
     if module == "datasets" and hasattr(data, "num_rows"):
-        return rows_of_dataset(data), 0
+        return rows_from_dataset(data), 0
     if module == "pyarrow":
-        return rows_of_table(data), 0
+        return rows_from_arrow_table(data), 0
     if module == "pandas":
-        return [_row_of_pandas(row) for row in _with_whole_numbers(data).to_dict("records")], 0
+        return [
+            _row_from_pandas(row) for row in _with_integer_columns_restored(data).to_dict("records")
+        ], 0
     if module == "polars":
-        return rows_without_nulls(data.to_dicts()), 0
+        return rows_without_inner_nulls(data.to_dicts()), 0
 
     rows = list(data)
-    if module == "datasets":  # a data set that streams
-        return rows_without_nulls(rows), 0
-    if is_filled_up(rows):
-        return rows_without_nulls(rows), count_nulls(rows)
+    if module == "datasets":  # a streaming data set
+        return rows_without_inner_nulls(rows), 0
+    if looks_filled_with_nulls(rows):
+        return rows_without_inner_nulls(rows), count_inner_nulls(rows)
     return rows, 0
 
 
-def _with_whole_numbers(frame: Any) -> Any:
-    """A DataFrame with integers where pandas has floats only because a cell is missing."""
+def _with_integer_columns_restored(frame: Any) -> Any:
+    """
+    A copy of a DataFrame in which columns are integers again if pandas made them floats only
+    because a cell is missing.
+    """
     floats = [
         name for name in frame.columns if frame[name].dtype.kind == "f" and frame[name].isna().any()
     ]
     return frame.astype({name: frame[name].convert_dtypes().dtype for name in floats})
 
 
-def _row_of_pandas(row: dict[str, Any]) -> dict[str, Any]:
-    """A DataFrame row with Python values, and with None for missing cells."""
-    return {str(name): without_nulls(_of_numpy(value)) for name, value in row.items()}
+def _row_from_pandas(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a DataFrame as Python values, with None for missing cells."""
+    return {
+        str(name): without_null_keys(_python_value_from_numpy(value)) for name, value in row.items()
+    }
 
 
-def _of_numpy(value: Any) -> Any:
-    """A NumPy or pandas value as a Python value."""
+def _python_value_from_numpy(value: Any) -> Any:
+    """Converts a value from NumPy or pandas to a Python value."""
     import pandas
 
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
-        return {name: _of_numpy(field) for name, field in value.items()}
+        return {name: _python_value_from_numpy(field) for name, field in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_of_numpy(item) for item in value]
+        return [_python_value_from_numpy(item) for item in value]
     is_missing = value is None or value is pandas.NA or value is pandas.NaT or value != value
     return None if is_missing else value
 
 
-def without_nulls(value: Any) -> Any:
-    """A row's value without keys whose value is null, at any depth."""
+def without_null_keys(value: Any) -> Any:
+    """A copy of a row's value in which all keys whose value is null are removed, at any depth."""
     if isinstance(value, dict):
-        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+        return {
+            name: without_null_keys(field) for name, field in value.items() if field is not None
+        }
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [without_null_keys(item) for item in value]
     return value
 
 
-def rows_without_nulls(rows: Rows) -> Rows:
-    """The rows without null keys inside their values. A column that is null stays."""
+def rows_without_inner_nulls(rows: Rows) -> Rows:
+    """
+    Copies of rows in which null keys inside their values are removed. A column whose value is null
+    is kept.
+    """
     reduced = []
     for row in rows:
-        reduced.append({name: without_nulls(value) for name, value in row.items()})
+        reduced.append({name: without_null_keys(value) for name, value in row.items()})
     return reduced
 
 
 # ---- rows of unknown origin
 
 
-def is_filled_up(rows: Rows) -> bool:
+def looks_filled_with_nulls(rows: Rows) -> bool:
     """
-    Whether rows look like those that Arrow has filled up with nulls.
+    Whether rows look as if Arrow had added keys with nulls to them.
 
-    In such rows, all dictionaries at the same place have the same keys in the same order, and some
-    key inside a column is null in one row and has a value in another.
+    In rows to which Arrow added nulls, all dictionaries at the same path have the same keys in the
+    same order, and at least one key inside a column is null in one row and has a value in another
+    row.
     """
     keys: dict[Place, list[str]] = {}
     null_places = set[Place]()
@@ -168,23 +185,26 @@ def is_filled_up(rows: Rows) -> bool:
     return not inner_places.isdisjoint(value_places)
 
 
-def is_written_by_pandas(text: str) -> bool:
+def looks_written_by_pandas(json_text: str) -> bool:
     """
-    Whether a JSON text looks as if pandas wrote it. `Dataset.to_json` uses pandas.
+    Whether JSON text looks as if pandas wrote it, as for example in `Dataset.to_json`.
 
-    pandas writes no spaces, and escapes each slash.
+    pandas writes no spaces between values, and escapes every slash.
     """
-    between_strings = _STRING.sub("", text).replace("\n", "")
+    between_strings = _STRING.sub("", json_text).replace("\n", "")
     if re.search(r"\s", between_strings):
         return False
-    return not any(re.search(r"(?<!\\)/", string) for string in _STRING.findall(text))
+    return not any(re.search(r"(?<!\\)/", string) for string in _STRING.findall(json_text))
 
 
-def count_nulls(value: Any, *, is_row: bool = True) -> int:
-    """The number of null keys inside a value. is_row: whether the value is a whole row."""
+def count_inner_nulls(value: Any, *, is_row: bool = True) -> int:
+    """
+    The number of null keys inside a value. is_row: whether the value is a whole row, whose own keys
+    do not count.
+    """
     if isinstance(value, dict):
         num = 0 if is_row else sum(field is None for field in value.values())
-        return num + sum(count_nulls(field, is_row=False) for field in value.values())
+        return num + sum(count_inner_nulls(field, is_row=False) for field in value.values())
     if isinstance(value, list):
-        return sum(count_nulls(item, is_row=is_row) for item in value)
+        return sum(count_inner_nulls(item, is_row=is_row) for item in value)
     return 0

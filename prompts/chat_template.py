@@ -1,9 +1,9 @@
 """
-Applies a tokenizer's chat template: turns messages into text and token ids.
+Turns messages into text and token ids with a tokenizer's chat template.
 
-Special tokens that users write stay text: "<|im_end|>" in a message does not end the message. This
-file does not cover which messages a task has (tasks/) or how users' messages are read
-(prompts/messages.py).
+Special tokens in a user's text are encoded as plain text, so "<|im_end|>" in a message does not end
+the message. This file does not cover which messages a task has (tasks/), or how users' messages are
+read (prompts/messages.py).
 """
 
 import contextlib
@@ -18,38 +18,41 @@ from typing import Any
 from prompts.examples import Example, format_error, shorten_value
 from prompts.messages import THOUGHTS
 
-_day = [datetime.date.today()]  # the day that templates use as today
+_day = [datetime.date.today()]  # the day that templates show as today's date
 
 
 def set_template_date(day: str) -> None:
     """
-    Sets the day that templates use as today.
+    Sets the day that chat templates show as today's date.
 
-    day: a date such as "2026-11-23". The templates of Llama 3 and SmolLM3 show it. A run keeps its
-    first day, so that its prompts stay the same.
+    day: a date such as "2026-11-23". The templates of Llama 3 and SmolLM3 show today's date. A run
+    keeps the day on which it started, so that its prompts stay the same.
     """
     _day[0] = datetime.date.fromisoformat(day)
 
 
-def _dated_template(template: Any) -> str | None:
-    """The template with the day that was set as today's date; None if it shows no date."""
+def _template_with_set_date(template: Any) -> str | None:
+    """
+    The template with calls of `strftime_now` replaced by the set day; None if it has no such calls.
+    """
     if not isinstance(template, str) or "strftime_now" not in template:
         return None
-    # The day is put into the template's text, since transformers turns a function among the
-    # template's variables into a string.
+    # The day is written into the template's text because transformers would turn a function that is
+    # passed as a template variable into a string.
     call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
     return call.sub(lambda match: repr(_day[0].strftime(match[2])), template)
 
 
-def mark_as_text(
+def mark_special_tokens_as_text(
     tokenizer: Any, messages: list[dict[str, Any]], *, all_added_tokens: bool = False
 ) -> list[dict[str, Any]]:
     """
-    Returns messages whose special tokens are marked, so that `encode_marked` reads them as text.
+    Returns a copy of messages in which special tokens are marked, so that `encode_marked_text`
+    encodes them as text.
 
-    all_added_tokens: also mark control tokens that are not special, such as <tool_call>.
+    all_added_tokens: whether to mark also control tokens that are not special, such as <tool_call>.
     """
-    # here: importing it takes seconds
+    # imported here because it takes seconds
     from transformers.utils.chat_template_utils import mark_control_tokens
 
     tokens = [
@@ -58,12 +61,12 @@ def mark_as_text(
         if all_added_tokens or token.special
     ]
     longest_first = sorted(tokens, key=len, reverse=True)
-    pattern = "|".join(map(re.escape, longest_first)) or "(?!)"  # the last matches nothing
+    pattern = "|".join(map(re.escape, longest_first)) or "(?!)"  # "(?!)" matches nothing
     return mark_control_tokens(messages, re.compile(pattern))
 
 
-def encode_marked(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of rendered text. For text without marks, the tokenizer gives the same ids."""
+def encode_marked_text(tokenizer: Any, text: str) -> list[int]:
+    """The token ids of rendered text, in which marked special tokens are encoded as text."""
     from transformers.utils.chat_template_utils import encode_marked_chat
 
     return list(encode_marked_chat(tokenizer, text))
@@ -79,23 +82,23 @@ def render_chat(
     variables: dict[str, Any] | None = None,
 ) -> str:
     """
-    Renders messages with the chat template, up to the beginning of the next reply.
+    Renders messages with the tokenizer's chat template, up to the beginning of the next reply.
 
-    thinking: None leaves the choice to the template. opened: whether the text opens the next reply;
-    if false, the text ends with the last message. tools: JSON schemas. variables: further template
-    variables, from a row's `chat_template_kwargs`; `enable_thinking` may be among them. A template
-    ignores variables that it does not know.
+    thinking: whether the model thinks; None leaves the choice to the template. opened: whether the
+    text includes the beginning of the next reply; if false, the text ends after the last message.
+    tools: the JSON schemas of the tools. variables: further template variables from a row's
+    `chat_template_kwargs`, which may include `enable_thinking`. Templates ignore unknown variables.
 
-    Raises ValueError if the template fails, or if the tokenizer has none.
+    Raises ValueError if the template fails, or if the tokenizer has no template.
     """
     template = tokenizer.chat_template
     if not template:
         raise ValueError(
-            f"{tokenizer.name_or_path} has no chat template, as base models; take the instruct "
-            "version of the model, or add chat_template.jinja to its folder"
+            f"{tokenizer.name_or_path} has no chat template, probably because it is a base model; "
+            "use the instruct version, or add chat_template.jinja to the model's folder"
         )
     if variables:
-        variables = _check_variables(tokenizer, variables)
+        variables = _check_and_mark_variables(tokenizer, variables)
     if thinking is not None:
         variables = {"enable_thinking": thinking} | (variables or {})
     try:
@@ -104,28 +107,29 @@ def render_chat(
             tokenize=False,
             add_generation_prompt=opened,
             tools=tools or None,
-            chat_template=_dated_template(template),
+            chat_template=_template_with_set_date(template),
             **(variables or {}),
         )
     except Exception as error:  # a template may raise anything
         raise ValueError(
-            f"the model's chat template refuses {shorten_value(messages)} ({format_error(error)})"
+            f"the model's chat template cannot render {shorten_value(messages)} "
+            f"({format_error(error)})"
         ) from error
     return str(text)
 
 
-def _check_variables(tokenizer: Any, variables: dict[str, Any]) -> dict[str, Any]:
+def _check_and_mark_variables(tokenizer: Any, variables: dict[str, Any]) -> dict[str, Any]:
     """
-    A row's template variables, with special tokens marked as text.
+    Checks a row's template variables, and returns a copy with special tokens marked as text.
 
-    Raises ValueError if a variable has the name of a parameter.
+    Raises ValueError if a variable has the same name as a parameter of `apply_chat_template`.
     """
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters
-    marked = mark_as_text(tokenizer, [variables])[0]
+    marked = mark_special_tokens_as_text(tokenizer, [variables])[0]
     reserved = sorted(marked.keys() & parameters.keys())
     if reserved:
         raise ValueError(
-            f"chat_template_kwargs holds {reserved[0]}, which is no variable of the template; "
+            f"chat_template_kwargs contains {reserved[0]}, which is not a template variable; "
             "remove it"
         )
     return marked
@@ -133,9 +137,9 @@ def _check_variables(tokenizer: Any, variables: dict[str, Any]) -> dict[str, Any
 
 def make_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
     """
-    The chat messages of a prompt, after the system message if one is given.
+    The chat messages of a prompt, preceded by a system message if `system` is not None.
 
-    prompt: a text or messages.
+    prompt: a string or chat messages.
     """
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
@@ -148,59 +152,67 @@ def make_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
 
 # ---- a message's keys besides its content
 
-# keys that every message may have, and keys that only number or name a call
+# keys that any message may have, and a key that only identifies a call
 USUAL_KEYS = ("role", "content", "tool_call_id", "weight")
 
 
-def prepare_messages(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def prepare_messages_for_template(
+    tokenizer: Any, messages: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """
-    Messages for the template: each thought is under the template's key for it, or in the content.
+    Copies messages for the template: moves each thought to the key that the template uses for
+    thoughts, or into the content if there is no such key.
 
-    Raises ValueError if the template does not render one of a message's keys, or a tool's result.
+    Raises ValueError if the template does not render a key of a message, or if it does not render a
+    tool's result.
     """
-    prepared = [_place_thought(tokenizer, message) for message in messages]
+    prepared = [_with_thought_under_template_key(tokenizer, message) for message in messages]
     for place, message in enumerate(prepared):
         is_reply = message["role"] == "assistant"
         through_message = prepared[: place + 1]
         for key in sorted(message.keys() - {*USUAL_KEYS, *THOUGHTS}):
             if not _repeats_call_name(prepared[:place], message, key):
-                _refuse_unrendered(tokenizer, through_message, key)
+                _raise_if_key_is_not_rendered(tokenizer, through_message, key)
         if message["role"] == "tool":
-            _refuse_unrendered_result(tokenizer, through_message)
+            _raise_if_result_is_not_rendered(tokenizer, through_message)
         if not is_reply:
             for key in sorted(message.keys() & {*THOUGHTS}):
-                _refuse_unrendered(tokenizer, through_message, key)
-    return [_remove_key(message, "weight") for message in prepared]
+                _raise_if_key_is_not_rendered(tokenizer, through_message, key)
+    return [_without_key(message, "weight") for message in prepared]
 
 
-def _remove_key(message: dict[str, Any], key: str) -> dict[str, Any]:
+def _without_key(message: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name != key}
 
 
-def _place_thought(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
-    """The message, with a reply's thought moved to the place that the template shows."""
+def _with_thought_under_template_key(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """
+    A copy of a message. If the message is a reply with a thought, the thought is moved to the key
+    that the template renders, or into the content.
+    """
     key = next((name for name in THOUGHTS if name in message), None)
     if key is None or message["role"] != "assistant":
         return message
     thought = message[key]
-    rest = _remove_key(message, key)
-    template_key = _thought_key(tokenizer, json.dumps(tokenizer.chat_template))
+    rest = _without_key(message, key)
+    template_key = _find_thought_key(tokenizer, json.dumps(tokenizer.chat_template))
     if template_key:
         return rest | {template_key: thought}
     return rest | {"content": f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"}
 
 
 @functools.lru_cache(maxsize=8)
-def _thought_key(tokenizer: Any, template: str) -> str | None:
+def _find_thought_key(tokenizer: Any, template: str) -> str | None:
     """
-    The template's key for a reply's thought; None if the template has no such key.
+    The key from which the template takes a reply's thought; None if the template has no such key.
 
-    template: the template's text, so that the cache tells changed templates apart.
+    template: the template's text, which is a parameter only so that the cache notices a changed
+    template.
     """
     question = {"role": "user", "content": "one"}
     for key in THOUGHTS:
         reply = {"role": "assistant", "content": "two", key: "pondered"}
-        with contextlib.suppress(ValueError):  # a template may refuse a key that it does not know
+        with contextlib.suppress(ValueError):  # a template may raise an error for an unknown key
             if "pondered" in render_chat(tokenizer, [question, reply], True, opened=False):
                 return key
     return None
@@ -209,17 +221,20 @@ def _thought_key(tokenizer: Any, template: str) -> str | None:
 def _repeats_call_name(
     earlier_messages: list[dict[str, Any]], message: dict[str, Any], key: str
 ) -> bool:
-    """Whether this key of a tool's result only repeats the name of an earlier call."""
+    """Whether a key of a tool's result only repeats the name of an earlier call."""
     if message["role"] != "tool" or key != "name":
         return False
     calls = [call for earlier in earlier_messages for call in earlier.get("tool_calls", [])]
     return any(call["function"]["name"] == message[key] for call in calls)
 
 
-def _changes_text(
+def _renders_differently(
     tokenizer: Any, messages: list[dict[str, Any]], reduced: list[dict[str, Any]]
 ) -> bool:
-    """Whether reduced messages render to a different text, or the template refuses them."""
+    """
+    Whether reduced messages render to a different text than the original messages, or cannot be
+    rendered.
+    """
     text = render_chat(tokenizer, messages, True, opened=False)
     try:
         return text != render_chat(tokenizer, reduced, True, opened=False)
@@ -227,36 +242,41 @@ def _changes_text(
         return True
 
 
-def _refuse_unrendered(tokenizer: Any, messages: list[dict[str, Any]], key: str) -> None:
-    """Raises ValueError if this key in the last message makes no difference to the text."""
+def _raise_if_key_is_not_rendered(tokenizer: Any, messages: list[dict[str, Any]], key: str) -> None:
+    """Raises ValueError if a key of the last message makes no difference to the rendered text."""
     last = messages[-1]
-    if _changes_text(tokenizer, messages, [*messages[:-1], _remove_key(last, key)]):
+    if _renders_differently(tokenizer, messages, [*messages[:-1], _without_key(last, key)]):
         return
-    fix = "take a model with tools" if key == "tool_calls" else "write it as content"
+    fix = "use a model with tools" if key == "tool_calls" else "move it into the content"
     raise ValueError(
         f"message {len(messages)}, of role {last['role']}, has {key} {shorten_value(last[key])}, "
         f"which the model's chat template does not render; remove it, or {fix}"
     )
 
 
-def _refuse_unrendered_result(tokenizer: Any, messages: list[dict[str, Any]]) -> None:
-    """Raises ValueError if the template leaves out the last message, which is a tool's result."""
-    if not _changes_text(tokenizer, messages, messages[:-1]):
+def _raise_if_result_is_not_rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> None:
+    """
+    Raises ValueError if the template does not render the last message, which is a tool's result.
+    """
+    if not _renders_differently(tokenizer, messages, messages[:-1]):
         raise ValueError(
-            f"message {len(messages)}, of role tool, {shorten_value(messages[-1]['content'])}, is "
-            "not rendered by the model's chat template; take a model with tools"
+            f"the model's chat template does not render message {len(messages)}, of role tool, "
+            f"{shorten_value(messages[-1]['content'])}; use a model with tools"
         )
 
 
 # ---- prompts
 
 
-def shared_opening(examples: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+def shared_opening_and_num_systems(
+    examples: Iterable[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], int]:
     """
-    The messages with which every row's prompt begins. The last message is never one of them.
+    Finds the messages with which the prompts of all rows begin. A prompt's last message is never
+    included.
 
-    Also returns the number of different system prompts. A missing system prompt counts as one. The
-    list of messages is empty unless that number is 1.
+    Returns these messages, and the number of different system prompts, counting "no system prompt"
+    as one. If there are several different system prompts, the list of messages is empty.
     """
     openings = [
         make_messages(example["prompt"], example.get("system"))[:-1] for example in examples
@@ -285,14 +305,15 @@ def encode_chat(
     variables: dict[str, Any] | None = None,
 ) -> list[int]:
     """
-    The token ids of a prompt, up to the beginning of the reply.
+    The token ids of a prompt up to the beginning of the reply.
 
-    prompt: a text or messages. The other parameters are those of `render_chat`.
+    prompt: a string or chat messages. system: a system prompt; None for no system prompt. thinking,
+    tools, variables: see `render_chat`.
     """
-    messages = prepare_messages(tokenizer, make_messages(prompt, system))
-    marked = mark_as_text(tokenizer, messages)
+    messages = prepare_messages_for_template(tokenizer, make_messages(prompt, system))
+    marked = mark_special_tokens_as_text(tokenizer, messages)
     text = render_chat(tokenizer, marked, thinking, tools=tools, variables=variables)
-    return encode_marked(tokenizer, text)
+    return encode_marked_text(tokenizer, text)
 
 
 def encode_prompts(
@@ -307,14 +328,14 @@ def encode_prompts(
     """
     The token ids of each example's prompt.
 
-    kind: the word for these prompts in error messages.
-    Raises ValueError if a prompt leaves no room for `max_tokens` more tokens in the context.
+    kind: the name for these prompts in error messages. Raises ValueError if a prompt and
+    `max_tokens` more tokens do not fit into the context.
     """
     encoded = []
     for number, example in enumerate(examples, 1):
         name = f"{kind} {number}, {shorten_value(example['prompt'])}"
         try:
-            prepare_messages(tokenizer, make_messages(example["prompt"], None))
+            prepare_messages_for_template(tokenizer, make_messages(example["prompt"], None))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         ids = encode_chat(
@@ -326,8 +347,9 @@ def encode_prompts(
         )
         if len(ids) + max_tokens > context:
             raise ValueError(
-                f"{name}, has {len(ids)} tokens; with --max-tokens {max_tokens} it passes the "
-                f"model's context of {context}; shorten it or lower --max-tokens"
+                f"{name}, has {len(ids)} tokens; with --max-tokens {max_tokens} more, it does not "
+                f"fit "
+                f"into the model's context of {context}; shorten the prompt or lower --max-tokens"
             )
         encoded.append(ids)
     return encoded
@@ -336,13 +358,15 @@ def encode_prompts(
 # ---- templates for other programs
 
 
-def fix_template(tokenizer: Any, system: str | None, thinking: bool) -> str:
+def fix_template_for_other_programs(tokenizer: Any, system: str | None, thinking: bool) -> str:
     """
-    Changes a tokenizer's templates so that other programs render prompts as in training.
+    Changes a tokenizer's chat templates so that other programs render the same prompts as in
+    training.
 
-    Most other programs do not pass `enable_thinking`. llama.cpp passes true, and mlx_lm passes
-    whether the tokenizer has a token <think>. Returns a description of the additions, or "".
-    Raises ValueError if a prompt's ids would still differ from those in training.
+    Most other programs do not pass `enable_thinking` to a template. llama.cpp passes true; mlx_lm
+    passes true if the tokenizer has a token <think>, and false otherwise. Returns a description of
+    what was added to the templates, or "" if nothing was added. Raises ValueError if prompts would
+    still have different token ids than in training.
     """
     user_messages = make_messages("Hi", None)
     training_messages = make_messages("Hi", system)
@@ -367,21 +391,24 @@ def fix_template(tokenizer: Any, system: str | None, thinking: bool) -> str:
         )
         added.append(f"the system prompt {shorten_value(system)}")
     if added:
-        tokenizer.chat_template = _prepend(statements, tokenizer.chat_template)
+        tokenizer.chat_template = _prepend_to_templates(statements, tokenizer.chat_template)
 
     if any(
         encode_chat(tokenizer, user_messages, thinking=choice) != training_ids
         for choice in thinking_elsewhere
     ):
         raise ValueError(
-            "no template gives other programs the prompts of training; "
-            "--keep-template leaves the base's"
+            "no change to the chat template makes other programs render the same prompts as in "
+            "training; set --keep-template to keep the base model's template"
         )
     return " and ".join(added)
 
 
-def _prepend(statements: str, template: str | dict[str, str]) -> str | dict[str, str]:
-    """A template, or a dictionary of templates, with these statements put before each template."""
+def _prepend_to_templates(statements: str, template: str | dict[str, str]) -> str | dict[str, str]:
+    """
+    A template, or a dictionary of templates, with statements added at the beginning of each
+    template.
+    """
     if isinstance(template, dict):
         return {name: statements + text for name, text in template.items()}
     return statements + template

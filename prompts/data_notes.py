@@ -1,8 +1,9 @@
 """
-Notes on data: tells the user about columns, conversations and answers that may be read in a
-surprising way.
+Writes notes to the user about columns, conversations and answers that may be read in an unexpected
+way.
 
-Nothing here changes an example. This file does not cover mistakes, which prompts/data.py refuses.
+The functions in this file do not change examples. Mistakes in the data are reported by
+prompts/data.py.
 """
 
 import ast
@@ -11,10 +12,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prompts.examples import Example, shorten_value
-from prompts.files import read_or_none
-from prompts.messages import conversation_column_name, is_conversation, parse_messages, raw_role
+from prompts.files import parse_json_or_none
+from prompts.messages import (
+    conversation_column_name,
+    is_conversation,
+    parse_messages_if_json,
+    role_in_any_layout,
+)
 
-# keys under which data sets keep several right answers
+# keys under which data sets list several right answers
 ALTERNATIVES = (
     "target",
     "targets",
@@ -25,47 +31,51 @@ ALTERNATIVES = (
     "golden_answers",
     "text",
 )
-# columns whose name shows which of Gwen's columns they are
+# column name in other data sets -> Gwen's name for the same column
 SYNONYMS = {"system_prompt": "system", "system_message": "system", "messages": "messages"}
 
 
 # ---- columns
 
 
-def text_columns(rows: Sequence[Example]) -> list[str]:
-    """The columns that hold text in at least one row, at any depth."""
+def columns_with_text(rows: Sequence[Example]) -> list[str]:
+    """The names of the columns that contain text, at any depth, in at least one row."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return [name for name in names if any(has_text(row.get(name)) for row in rows)]
+    return [name for name in names if any(contains_text(row.get(name)) for row in rows)]
 
 
-def has_text(value: Any) -> bool:
-    """Whether a value is, or contains, a text that is not blank."""
+def contains_text(value: Any) -> bool:
+    """Whether a value is or contains a string that is not blank."""
     if isinstance(value, str):
         return bool(value.strip())
     if isinstance(value, dict):
-        return any(map(has_text, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(has_text, value))
+        return any(map(contains_text, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(contains_text, value))
 
 
-def describe_unread_columns(names: Sequence[str], reader: str) -> str:
+def note_on_unread_columns(names: Sequence[str], subject_and_verb: str) -> str:
     """
-    The line about columns that nothing reads, with the flag for a column whose name is known.
+    A note about columns whose text is not used. If Gwen knows what a column's name means, the note
+    suggests a value for --columns.
 
-    reader: the subject and verb of the line, such as "no conversation uses".
+    subject_and_verb: the subject and the verb of the note, such as "no conversation uses".
     """
     noun = "columns" if len(names) > 1 else "column"
-    line = f"data: {reader} the text of the {noun} {', '.join(names)}"
+    line = f"data: {subject_and_verb} the text of the {noun} {', '.join(names)}"
     renamable = [name for name in names if SYNONYMS.get(name, name) != name]
     if renamable:
-        line += f"; use it with --columns {SYNONYMS[renamable[0]]}={renamable[0]}"
+        line += f"; to use {renamable[0]}, set --columns {SYNONYMS[renamable[0]]}={renamable[0]}"
     return line
 
 
 # ---- conversations
 
 
-def describe_conversations(records: list[Example], examples: list[Example]) -> Iterator[str]:
-    """Lines on conversations in which some parts are not used as a user may expect."""
+def notes_on_conversations(records: list[Example], examples: list[Example]) -> Iterator[str]:
+    """
+    Yields notes about conversations in which some messages are not used in the way that a user may
+    expect.
+    """
     num_without_answer = 0
     num_unanswered = 0
     num_other_prompts = 0
@@ -73,11 +83,11 @@ def describe_conversations(records: list[Example], examples: list[Example]) -> I
     for record, example in zip(records, examples, strict=True):
         is_sft = "completion" in example
         column = conversation_column_name(record, is_sft=is_sft)
-        messages = parse_messages(record[column]) if column else None
+        messages = parse_messages_if_json(record[column]) if column else None
         if not is_conversation(messages):
             continue
         assert isinstance(messages, list)
-        roles = [raw_role(message) for message in messages]
+        roles = [role_in_any_layout(message) for message in messages]
         roles = ["assistant" if role == "call" else role for role in roles]
         ends_in_reply = roles[-1] == "assistant"
 
@@ -94,51 +104,55 @@ def describe_conversations(records: list[Example], examples: list[Example]) -> I
 
     if num_without_answer:
         yield (
-            f"data: {num_without_answer} conversations end in a reply that is a call or only "
-            "a thought, so they have no answer"
+            f"data: the last reply of {num_without_answer} conversations is a tool call or only "
+            "a thought, so these conversations have no answer"
         )
     if num_unanswered:
         yield (
-            f"data: {num_unanswered} conversations end in messages without a reply; "
+            f"data: {num_unanswered} conversations end with messages that have no reply; "
             "these messages are not used"
         )
     if num_other_prompts:
         yield (
             f"data: {num_other_prompts} rows have a prompt that is not in their conversation; "
-            "the conversation is learned"
+            "the conversation is used, and the prompt is ignored"
         )
     if num_opened_by_reply:
         yield (
             f"data: {num_opened_by_reply} conversations begin with a reply; "
-            "it is context and not trained"
+            "this reply is used as context, but is not trained"
         )
 
 
 # ---- answers
 
 
-def describe_answers(examples: list[Example]) -> Iterator[str]:
-    """Lines on lists of answers that are compared as one text, and on repeated prompts."""
+def notes_on_answers(examples: list[Example]) -> Iterator[str]:
+    """
+    Yields notes about lists of answers that are compared as a single text, and about prompts that
+    occur with different answers.
+    """
     answers = [example.get("answer") for example in examples]
-    objects = list(filter(_holds_alternatives, answers))
+    objects = list(filter(_is_object_with_alternatives, answers))
     if objects:
         yield (
-            f"data: {len(objects)} answers are objects, as {shorten_value(objects[0])}, and each "
-            "is compared as a whole; if any text of a list inside is right, make that list the "
-            "answer"
+            f"data: {len(objects)} answers are objects such as {shorten_value(objects[0])}, and "
+            f"each "
+            "is compared as a whole; if every text in a list inside is a right answer, write only "
+            "that list as the answer"
         )
-    list_texts = list(filter(_is_list_text, answers))
+    list_texts = list(filter(_is_string_with_list, answers))
     if list_texts:
         yield (
-            f"data: {len(list_texts)} answers are texts that hold a list, as "
-            f"{shorten_value(list_texts[0])}, and each is compared as one text; "
-            "write a list of texts, not a text, if any of them is right"
+            f"data: {len(list_texts)} answers are strings that contain a list, such as "
+            f"{shorten_value(list_texts[0])}, and each is compared as a single text; "
+            "if every text in the list is a right answer, write a list instead of a string"
         )
-    yield from _describe_repeated_prompts(examples)
+    yield from _notes_on_repeated_prompts(examples)
 
 
-def _describe_repeated_prompts(examples: list[Example]) -> Iterator[str]:
-    """A line on prompts that are in several rows with different answers."""
+def _notes_on_repeated_prompts(examples: list[Example]) -> Iterator[str]:
+    """Yields a note if the same prompt is in several rows with different answers."""
     answers: dict[str, set[str]] = {}
     first_examples = dict[str, Example]()
     for example in examples:
@@ -153,29 +167,38 @@ def _describe_repeated_prompts(examples: list[Example]) -> Iterator[str]:
         prompt = shorten_value(first_examples[repeated[0]]["prompt"])
         texts = shorten_value(sorted(answers[repeated[0]]))
         yield (
-            f"data: {len(repeated)} prompts have several answers, as {prompt}: {texts}; "
-            "each row rewards only its own; write one row with a list if any of them is right"
+            f"data: {len(repeated)} prompts are in several rows with different answers, such as "
+            f"{prompt}: "
+            f"{texts}; each row rewards only its own answer; if all these answers are right, "
+            "write one row with a list of answers"
         )
 
 
-def _is_list_text(answer: Any) -> bool:
-    """Whether an answer is a text that holds a list of texts, as JSON or as Python writes it."""
+def _is_string_with_list(answer: Any) -> bool:
+    """
+    Whether an answer is a string that contains a list of at least two strings, in the syntax of
+    JSON or Python.
+    """
     if not isinstance(answer, str) or not answer.lstrip().startswith("["):
         return False
-    items = read_or_none(answer)
+    items = parse_json_or_none(answer)
     if items is None:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            items = ast.literal_eval(answer.strip())  # Python writes lists like this to CSV files
+            # Python writes lists in this syntax to CSV files
+            items = ast.literal_eval(answer.strip())
     if not isinstance(items, list) or len(items) < 2:
         return False
     return all(isinstance(item, str) for item in items)
 
 
-def _holds_alternatives(answer: Any) -> bool:
-    """Whether an answer is a JSON object with a list of texts under one of `ALTERNATIVES`."""
+def _is_object_with_alternatives(answer: Any) -> bool:
+    """
+    Whether an answer is a JSON object that contains a list of strings under one of the keys in
+    `ALTERNATIVES`.
+    """
     if not isinstance(answer, str) or not answer.startswith("{"):
         return False
-    waiting = [read_or_none(answer)]
+    waiting = [parse_json_or_none(answer)]
     while waiting:
         value = waiting.pop()
         if not isinstance(value, dict):

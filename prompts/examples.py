@@ -1,7 +1,7 @@
 """
-Examples, their answers and their keys, and the way in which error messages quote values.
+Reads answers and keys of examples, and shortens values for error messages.
 
-This file does not cover where examples come from (prompts/data.py).
+This file does not cover how examples are loaded (prompts/data.py).
 """
 
 import difflib
@@ -11,42 +11,45 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
-# {"prompt": str or chat messages, "answer": str, further columns}
-# All examples from one source have the same keys.
+# {"prompt": a string or chat messages, "answer": a string or a list of strings, other columns}. All
+# examples from one source have the same keys.
 Example = dict[str, Any]
-# arguments that only users' rewards get
+# arguments that are passed only to users' reward functions
 TRAINER = ("trainer_state", "log_extra", "log_metric")
-# reward arguments that are not columns
+# arguments of reward functions that are not columns
 RESERVED = ("prompts", "completions", "completion_ids", "num_tokens", *TRAINER)
 _reprlib = reprlib.Repr()
 _reprlib.maxstring = 60
 _reprlib.maxother = 60
 
 
-def prompt_text(prompt: str | list[dict[str, str]]) -> str:
-    """The user's question: the prompt itself, or its last user message."""
+def last_user_text(prompt: str | list[dict[str, str]]) -> str:
+    """The user's question: the prompt itself if it is a string, or else its last user message."""
     if isinstance(prompt, str):
         return prompt
     return [message["content"] for message in prompt if message["role"] == "user"][-1]
 
 
 def answers_of(example: Example) -> list[str]:
-    """An example's right answers as texts. Each of several answers is right by itself."""
+    """
+    An example's right answers as strings. If there are several answers, each of them is right by
+    itself.
+    """
     answer = example.get("answer")
     answers = answer if isinstance(answer, list) else [answer]
     return [str(text) for text in answers if text is not None and str(text).strip()]
 
 
 def first_answer(example: Example) -> str:
-    """An example's first right answer; "" if it has none."""
+    """An example's first right answer; "" if the example has no answer."""
     return next(iter(answers_of(example)), "")
 
 
-def prompt_key(example: Example) -> str:
+def hash_prompt(example: Example) -> str:
     """
-    A hash of an example's prompt without system messages.
+    A hash of an example's prompt, ignoring system messages.
 
-    A text prompt and a single user message with the same words have the same key.
+    A prompt that is a string has the same key as a single user message with the same text.
     """
     prompt = example["prompt"]
     if isinstance(prompt, list):
@@ -56,23 +59,29 @@ def prompt_key(example: Example) -> str:
     return sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()
 
 
-def spread_evenly(examples: list[Any], limit: int | None) -> list[Any]:
-    """At most `limit` examples, spread evenly over the list. With 0 or None, all examples."""
+def pick_evenly_spaced(examples: list[Any], limit: int | None) -> list[Any]:
+    """
+    At most `limit` examples, evenly spaced over the list. If the limit is 0 or None, returns all
+    examples.
+    """
     num = min(limit or len(examples), len(examples))
     return [examples[place * len(examples) // num] for place in range(num)]
 
 
 def shorten_value(value: Any) -> str:
-    """A value as one line of a few dozen characters, for error messages."""
+    """A value as one line of at most a few dozen characters, for error messages."""
     return _reprlib.repr(value)
 
 
 def format_error(error: BaseException) -> str:
-    """The type and the message of an error in one line."""
+    """The type and the message of an error, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def suggest_nearest(name: str, choices: Iterable[str]) -> str:
-    """The words ", did you mean ...?" with the nearest choice; "" if no choice is near."""
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """
+    The text ", did you mean 'X'?" with the choice that is most similar to the name; "" if no choice
+    is similar.
+    """
     close = difflib.get_close_matches(name, list(choices), n=1)
     return f", did you mean {close[0]!r}?" if close else ""

@@ -1,11 +1,12 @@
 """
-Reads unchecked records from data files and from the hub, each with its place.
+Reads unchecked records from data files and from the Hugging Face hub. Each record comes with a
+label such as "line 3" for error messages.
 
-JSON lines, JSON and CSV have their own readers here, because `datasets` and pyarrow lose the line
-number of a mistake. Also, `datasets` reads a CSV answer "007" as 7.0 and "None" as missing, and
-pyarrow refuses JSON answers with different types. A file whose content contradicts its name is
-refused, and the error names its true kind. This file does not cover the meaning of a record
-(prompts/data.py) or the rows of Arrow tables (prompts/arrow.py).
+This file has its own readers for JSON lines, JSON and CSV, because `datasets` and pyarrow do not
+report the line number of a mistake. In addition, `datasets` reads the CSV answer "007" as 7.0 and
+"None" as missing, and pyarrow refuses JSON answers of different types. If the content of a file
+contradicts its name, the error message names the file's real type. This file does not cover the
+meaning of a record (prompts/data.py), or how Arrow tables are converted to rows (prompts/arrow.py).
 """
 
 import csv
@@ -19,120 +20,126 @@ from pathlib import Path
 from typing import Any
 
 from prompts import arrow
-from prompts.examples import format_error, shorten_value, suggest_nearest
+from prompts.examples import did_you_mean, format_error, shorten_value
 from text.documents import read_json
 
-Records = list[tuple[str, Any]]  # a record's place ("line 3"), and its content
-SPLITS = ("train", "held_out", "test", "validation")  # all splits but the first are held out
+LabelledRecord = tuple[str, Any]  # a record's label, such as "line 3", and its content
+Records = list[LabelledRecord]
+SPLITS = ("train", "held_out", "test", "validation")  # all splits except the first are held out
 
 
-# ---- any source
+# ---- all kinds of sources
 
 
 def read_records(spec: str, notes: list[str] | None = None) -> Records:
     """
-    The records of a data file, folder or hub data set, before any check; docs/data.md lists these.
+    Reads the unchecked records in a data file, a folder or a hub data set. docs/data.md lists all
+    kinds of sources.
 
-    Raises ValueError if the source cannot be read, or if it has no records.
+    Raises ValueError if the source cannot be read or has no records.
     """
     folder = spec
     split = ""
     if not os.path.isdir(spec):
         folder, _, split = spec.rpartition(":")
-    if os.path.isdir(folder):  # Path.is_dir() would raise for names that are too long
-        records = _saved_records(spec, folder, split)
+    if os.path.isdir(folder):  # Path.is_dir() would raise an error for a long name
+        records = _load_saved_records(spec, folder, split)
     elif os.path.isfile(spec):
-        records = _file_records(spec, notes)
+        records = _read_file_records(spec, notes)
     else:
-        records = _named_hub_records(spec)
+        records = _load_named_hub_records(spec)
     if not records:
-        raise ValueError(f"--data {spec} holds no records; it needs at least one with a prompt")
+        raise ValueError(f"--data {spec} contains no records; add at least one with a prompt")
     return records
 
 
-def _file_records(spec: str, notes: list[str] | None) -> Records:
-    """The records in one file."""
+def _read_file_records(spec: str, notes: list[str] | None) -> Records:
+    """Reads the records in one file."""
     ending = Path(spec).suffix
     if ending.lower() not in _READERS:
         raise ValueError(
-            f"--data {spec} has the unknown ending {ending!r}; "
-            f"the endings read are {', '.join(_READERS)}"
+            f"--data {spec} has the unknown suffix {ending!r}; "
+            f"use a file with one of {', '.join(_READERS)}"
         )
     try:
         content = Path(spec).read_bytes()
     except OSError as error:
         raise ValueError(f"--data {spec} cannot be read: {error.strerror}") from error
-    _refuse_other_kinds(spec, content)
+    _raise_if_content_contradicts_name(spec, content)
     records = list(_READERS[ending.lower()](spec, content))
     if ending.lower() in (".jsonl", ".json"):
-        records = _remove_nulls_of_pandas(spec, content, records, notes)
+        records = _without_arrow_nulls_if_by_pandas(spec, content, records, notes)
     return records
 
 
-def _named_hub_records(spec: str) -> Records:
-    """The records in a hub data set, which is named owner/name:config:split."""
-    # a config has no [...], which a split may have
+def _load_named_hub_records(spec: str) -> Records:
+    """Loads the records in a hub data set. spec: in the format owner/name:config:split."""
+    # a split may contain [...], but a config may not
     hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([^:\[\]]*))?(?::(.+))?", spec)
     if hub is None or re.fullmatch(r"\.[A-Za-z]+", Path(spec).suffix):
         raise ValueError(
-            f"--data {spec}: no such file; give {', '.join(_READERS)} "
-            "or a hub dataset owner/name:config:split"
+            f"--data {spec}: there is no such file; use a file with one of {', '.join(_READERS)}, "
+            "or a hub data set, owner/name:config:split"
         )
     name, config, split = hub.groups()
-    if split is None and config in SPLITS:  # a split without a config
+    # a split that follows the name directly, without a config
+    if split is None and config in SPLITS:
         split = config
         config = None
     try:
-        return hub_records(name, config or None, split or "train")
-    except Exception as error:  # the hub's client raises its own types
+        return load_hub_records(name, config or None, split or "train")
+    except Exception as error:  # the hub's client raises errors of its own types
         raise ValueError(
-            f"--data {spec}: no such file, and no hub dataset that can be loaded "
-            f"({format_error(error)}); check the spelling and the network"
+            f"--data {spec}: there is no such file, and no hub data set could be loaded "
+            f"({format_error(error)}); check the spelling and the network connection"
         ) from error
 
 
-def describe_nulls(reason: str, num: int) -> str:
-    """The line about nulls that were read as absent keys. reason: a clause that says why."""
+def note_on_removed_nulls(reason: str, num_nulls: int) -> str:
+    """A note that nulls were removed. reason: a clause that says why Gwen removed them."""
     return (
-        f"data: {reason}, so {num} nulls inside objects are keys that their rows lack; "
-        "to keep them, write JSON lines with spaces, as json.dumps does"
+        f"data: {reason}, so {num_nulls} nulls inside objects were removed; "
+        "to keep the nulls, write JSON lines with spaces, as json.dumps does"
     )
 
 
-def _remove_nulls_of_pandas(
+def _without_arrow_nulls_if_by_pandas(
     spec: str, content: bytes, records: Records, notes: list[str] | None
 ) -> Records:
-    """The records without nulls that Arrow added, if pandas or `Dataset.to_json` wrote them."""
+    """
+    Returns the records. If the file looks as if `Dataset.to_json` wrote it, nulls that Arrow added
+    are removed.
+    """
     rows = [record for _, record in records]
-    if not arrow.is_filled_up(rows):
+    if not arrow.looks_filled_with_nulls(rows):
         return records
     notes = [] if notes is None else notes
-    num = arrow.count_nulls(rows)
-    if not arrow.is_written_by_pandas(content.decode("utf-8-sig")):
+    num = arrow.count_inner_nulls(rows)
+    if not arrow.looks_written_by_pandas(content.decode("utf-8-sig")):
         notes.append(
-            f"data: {num} nulls inside objects of {spec} are kept as its user wrote them; "
-            "if Arrow made them, give its parquet file or Dataset.to_json's"
+            f"data: {num} nulls inside objects of {spec} were kept; if Arrow added them, "
+            "use a parquet file or the file that Dataset.to_json writes"
         )
         return records
-    notes.append(describe_nulls(f"{spec} has the form that Dataset.to_json writes", num))
+    notes.append(note_on_removed_nulls(f"{spec} looks as if Dataset.to_json wrote it", num))
     places = [place for place, _ in records]
-    return list(zip(places, arrow.rows_without_nulls(rows), strict=True))
+    return list(zip(places, arrow.rows_without_inner_nulls(rows), strict=True))
 
 
-# ---- the kind of a file
+# ---- the type of a file
 
 
-# first bytes of a file -> message, for files whose suffix hides what they are
+# the first bytes of a file -> what the file really is, and the fix
 _SIGNATURES = {
-    b"version https://git-lfs": "a Git LFS pointer and no data; fetch the file: git lfs pull",
-    b"\x1f\x8b": "packed by gzip; unpack it: gunzip FILE",
+    b"version https://git-lfs": "a Git LFS pointer without data; fetch the file: git lfs pull",
+    b"\x1f\x8b": "compressed by gzip; unpack it: gunzip FILE",
     b"PK\x03\x04": "a ZIP archive or a spreadsheet; unpack it, or save it as CSV",
     b"<!doctype html": "a web page; download the file itself",
     b"<html": "a web page; download the file itself",
 }
 
 
-def _refuse_other_kinds(spec: str, content: bytes) -> None:
+def _raise_if_content_contradicts_name(spec: str, content: bytes) -> None:
     """Raises ValueError if a file's content contradicts its name."""
     start = content[:64].lstrip().lower()
     for signature, kind in _SIGNATURES.items():
@@ -140,35 +147,37 @@ def _refuse_other_kinds(spec: str, content: bytes) -> None:
             raise ValueError(f"--data {spec} is {kind}")
     for magic, ending in ((b"PAR1", ".parquet"), (b"ARROW1", ".arrow")):
         if content.startswith(magic) and not spec.lower().endswith(ending):
-            raise ValueError(f"--data {spec} is a {ending[1:]} file; name it {ending}")
+            raise ValueError(f"--data {spec} is a {ending[1:]} file; rename it to end in {ending}")
 
 
-def read_text_file(spec: str, content: bytes) -> str:
-    """The text of a UTF-8 file. Raises ValueError, which names the line of an invalid byte."""
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")) or _is_utf16(content):
+def decode_utf8_file(spec: str, content: bytes) -> str:
+    """Decodes the content of a UTF-8 file. If a byte is invalid, the ValueError names its line."""
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")) or _looks_like_utf16(content):
         raise ValueError(
-            f"{spec}, line 1: the file is UTF-16 and not UTF-8; save the file as UTF-8"
+            f"{spec}, line 1: the file is in UTF-16 instead of UTF-8; save it as UTF-8"
         )
     if b"\0" in content:
         line = content[: content.index(b"\0")].count(b"\n") + 1
         raise ValueError(
-            f"{spec}, line {line}: a NUL byte, which no text has; save the file as UTF-8"
+            f"{spec}, line {line}: the file contains a NUL byte, so it is not text; save it as "
+            f"UTF-8"
         )
     try:
-        return content.decode("utf-8-sig")  # some editors write a byte order mark
+        return content.decode("utf-8-sig")  # "-sig" because some editors write a byte order mark
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ValueError(
-            f"{spec}, line {line}: byte 0x{content[error.start]:02x} is not UTF-8; "
+            f"{spec}, line {line}: byte 0x{content[error.start]:02x} is not valid UTF-8; "
             "save the file as UTF-8"
         ) from error
 
 
-def _is_utf16(content: bytes) -> bool:
+def _looks_like_utf16(content: bytes) -> bool:
     """
-    Whether a text without a byte order mark looks like UTF-16.
+    Whether the content of a file without a byte order mark looks like UTF-16.
 
-    In UTF-16, most characters have one byte that is zero: always the first, or always the second.
+    In UTF-16, most characters consist of two bytes, one of which is zero: always the first one, or
+    always the second one.
     """
     start = content[: 2**16]
     fewer, more = sorted([start[::2].count(0), start[1::2].count(0)])
@@ -179,7 +188,9 @@ def _is_utf16(content: bytes) -> bool:
 
 
 def parse_json(spec: str, place: str, text: str) -> Any:
-    """The value of a JSON text. place: where the text is, such as "line 3", for the ValueError."""
+    """
+    Parses JSON text. place: where the text is, such as "line 3", for the message of the ValueError.
+    """
     try:
         return read_json(text)
     except ValueError as error:
@@ -187,116 +198,133 @@ def parse_json(spec: str, place: str, text: str) -> Any:
             place = f"line {error.lineno}"
         reason = str(error).split(": ")[0]
         raise ValueError(
-            f"{spec}, {place}: not JSON ({reason}): {shorten_value(text.strip())}; "
-            "correct that line"
+            f"{spec}, {place}: the text is not valid JSON ({reason}): "
+            f"{shorten_value(text.strip())}; "
+            "correct this line"
         ) from error
 
 
-def read_or_none(text: str) -> Any:
-    """The value of a JSON text; None if the text is not JSON."""
+def parse_json_or_none(text: str) -> Any:
+    """Parses JSON text. Returns None if the text is not valid JSON."""
     try:
         return read_json(text)
     except ValueError:
         return None
 
 
-def jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """The records in a JSON lines file. A file that is one JSON list is read as that list."""
-    text = read_text_file(spec, content)
+def parse_jsonl_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
+    """
+    The records in the content of a JSON lines file. If the whole content is one JSON list, its
+    items are the records.
+    """
+    text = decode_utf8_file(spec, content)
     if text.lstrip().startswith("["):
-        records = read_or_none(text)
+        records = parse_json_or_none(text)
         if isinstance(records, list):
-            yield from number_lines(records)
+            yield from label_records_by_number(records)
             return
 
-    lines = list(split_lines(spec, content))
+    lines = list(label_nonblank_lines(spec, content))
     starts_object = len(lines) > 1 and lines[0][1].lstrip().startswith("{")
-    if starts_object and isinstance(read_or_none(text), dict):
+    if starts_object and isinstance(parse_json_or_none(text), dict):
         raise ValueError(
-            f"{spec}, line 1: one object over several lines; write each row in one line"
+            f"{spec}, line 1: an object extends over several lines; write each row on a single line"
         )
     for place, line in lines:
         yield place, parse_json(spec, place, line)
 
 
-def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """The records in a JSON list. Raises ValueError for JSON lines in a file named .json."""
-    text = read_text_file(spec, content)
+def _parse_json_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
+    """
+    The records in the content of a JSON file, which is a list. Raises ValueError if the content is
+    JSON lines instead.
+    """
+    text = decode_utf8_file(spec, content)
     all_lines = text.strip().split("\n")
     lines = [line for line in all_lines if line.strip()]
-    if len(all_lines) > 1 and all(isinstance(read_or_none(line), dict) for line in lines):
-        raise ValueError(f"--data {spec} holds JSON lines; name it .jsonl")
+    if len(all_lines) > 1 and all(isinstance(parse_json_or_none(line), dict) for line in lines):
+        raise ValueError(f"--data {spec} contains JSON lines; rename it to end in .jsonl")
     records = parse_json(spec, "line 1", text) if text.strip() else []
     if not isinstance(records, list):
         raise ValueError(
-            f"{spec} holds {shorten_value(records)}, not a list of records; "
-            "write [{...}, ...] or use .jsonl"
+            f"{spec} contains {shorten_value(records)} instead of a list of records; "
+            "write [{...}, ...], or use .jsonl"
         )
-    return number_lines(records)
+    return label_records_by_number(records)
 
 
 # ---- lines and cells
 
 
-def split_lines(spec: str, content: bytes) -> Iterator[tuple[str, str]]:
-    """The lines in a text file that are not blank, each with its place."""
-    lines = read_text_file(spec, content).split("\n")  # not splitlines: strings may hold U+2028
+def label_nonblank_lines(spec: str, content: bytes) -> Iterator[tuple[str, str]]:
+    """The lines of a text file that are not blank, each with a label such as "line 3"."""
+    # not splitlines(), because strings may contain U+2028
+    lines = decode_utf8_file(spec, content).split("\n")
     return ((f"line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
 
 
-def number_lines(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Rows, each with its place."""
+def label_records_by_number(rows: Iterable[Any]) -> Iterator[LabelledRecord]:
+    """Labels each row with its number, as in "record 3"."""
     return ((f"record {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _text_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """A prompt for each line. Raises ValueError for JSON lines, JSON or CSV in a text file."""
-    lines = [(place, line.strip("\r")) for place, line in split_lines(spec, content)]
-    kind = _kind_of_text([line for _, line in lines])
+def _prompts_from_text_lines(spec: str, content: bytes) -> Iterator[LabelledRecord]:
+    """
+    Makes one prompt from each line of a text file. Raises ValueError if the file is JSON lines,
+    JSON or CSV.
+    """
+    lines = [(place, line.strip("\r")) for place, line in label_nonblank_lines(spec, content)]
+    kind = _describe_kind_if_not_prompts([line for _, line in lines])
     if kind:
         raise ValueError(
-            f"--data {spec}: each line of a text file is a prompt, and this looks like {kind}"
+            f"--data {spec}: each line of a text file is one prompt, but this file looks like "
+            f"{kind}"
         )
     return ((place, {"prompt": line}) for place, line in lines)
 
 
-def _kind_of_text(lines: list[str]) -> str:
-    """The kind and the right suffix of a file whose lines are not prompts; "" for prompts."""
+def _describe_kind_if_not_prompts(lines: list[str]) -> str:
+    """
+    The type of a text file whose lines are not prompts, and the right suffix; "" if the lines are
+    prompts.
+    """
     if not lines:
         return ""
-    kind = _kind_of_json(lines)
+    kind = _describe_kind_if_json(lines)
     if kind:
         return kind
     separator = max(",;\t", key=lines[0].count)
     names = [name.strip().strip('"') for name in lines[0].split(separator)]
     if len(names) > 1 and "prompt" in names and all(name.isidentifier() for name in names):
-        return "CSV; name it .csv"
+        return "CSV; rename it to end in .csv"
     return ""
 
 
-def _kind_of_json(lines: list[str]) -> str:
-    """The kind and the right suffix of a file whose lines are JSON; "" for other lines."""
+def _describe_kind_if_json(lines: list[str]) -> str:
+    """
+    The type of a file that contains JSON, and the right suffix; "" if the file contains no JSON.
+    """
     if not lines or not lines[0].lstrip().startswith(("[", "{")):
         return ""
-    if all(isinstance(read_or_none(line), dict) for line in lines):
-        return "JSON lines; name it .jsonl"
-    is_json = isinstance(read_or_none("\n".join(lines)), (list, dict))
-    return "JSON; name it .json" if is_json else ""
+    if all(isinstance(parse_json_or_none(line), dict) for line in lines):
+        return "JSON lines; rename it to end in .jsonl"
+    is_json = isinstance(parse_json_or_none("\n".join(lines)), (list, dict))
+    return "JSON; rename it to end in .json" if is_json else ""
 
 
-def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
+def _parse_csv_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
     """
-    The rows of a CSV file as dictionaries. Their keys are the names in the header.
+    The rows in the content of a CSV file, as dictionaries whose keys are the names in the header.
 
-    The separator is the one in the header. An empty cell counts as missing. Raises ValueError for a
-    row with a wrong number of fields.
+    The separator is taken from the header. An empty cell becomes None. Raises ValueError if a row
+    has more or fewer fields than the header.
     """
-    # a cell may be a document; the default limit is 131,072 characters
+    # a cell may contain a whole document, but the default limit is 131,072 characters
     csv.field_size_limit(2**31 - 1)
-    text = read_text_file(spec, content)
-    kind = _kind_of_json([line for line in text.split("\n") if line.strip()])
+    text = decode_utf8_file(spec, content)
+    kind = _describe_kind_if_json([line for line in text.split("\n") if line.strip()])
     if kind:
-        raise ValueError(f"--data {spec} is no CSV but {kind}")
+        raise ValueError(f"--data {spec} is not CSV but {kind}")
     separator = max(",;\t", key=text.partition("\n")[0].count)
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
@@ -304,28 +332,32 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
         wrong = [name for name in names if not name.strip() or names.count(name) > 1]
         if wrong:
             raise ValueError(
-                f"{spec}, line 1: column {shorten_value(wrong[0])} is empty or occurs twice; "
-                "rename it"
+                f"{spec}, line 1: the column name {shorten_value(wrong[0])} is empty or occurs "
+                "twice; rename the column"
             )
         for row in rows:
             if None in row or None in row.values():
                 raise ValueError(
-                    f"{spec}, line {rows.line_num}: not {len(names)} fields, as the header has; "
-                    f"quote fields that hold {separator!r}"
+                    f"{spec}, line {rows.line_num}: this row does not have {len(names)} fields, as "
+                    f"the header has; quote fields that contain {separator!r}"
                 )
             yield f"line {rows.line_num}", {name: cell or None for name, cell in row.items()}
     except csv.Error as error:
         raise ValueError(
-            f"{spec}, line {rows.line_num}: not CSV ({format_error(error)}); quote that field"
+            f"{spec}, line {rows.line_num}: the row is not valid CSV ({format_error(error)}); "
+            f"quote its fields"
         ) from error
 
 
 # ---- tables
 
 
-def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """The rows of a parquet file, an Arrow file, or an Arrow stream as `datasets` saves it."""
-    import pyarrow.parquet  # here: importing it takes half a second
+def _parse_table_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
+    """
+    The rows in the content of a parquet file, an Arrow file, or an Arrow stream, which is what
+    `datasets` saves.
+    """
+    import pyarrow.parquet  # imported here because it takes half a second
 
     is_parquet = spec.lower().endswith(".parquet")
     file = io.BytesIO(content)
@@ -336,38 +368,39 @@ def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
             table = pyarrow.ipc.open_file(file).read_all()
         else:
             table = pyarrow.ipc.open_stream(file).read_all()
-        return number_lines(arrow.rows_of_table(table))
-    except Exception as error:  # damaged files raise many types of errors
+        return label_records_by_number(arrow.rows_from_arrow_table(table))
+    except Exception as error:  # damaged files raise errors of many types
         kind = "parquet" if is_parquet else "arrow"
         raise ValueError(
-            f"{spec} is not a readable {kind} file ({format_error(error)}); write it again"
+            f"{spec} is a damaged {kind} file ({format_error(error)}); write it again"
         ) from error
 
 
 _READERS = {
-    ".jsonl": jsonl_records,
-    ".json": _json_records,
-    ".csv": _csv_records,
-    ".txt": _text_records,
-    ".parquet": _table_records,
-    ".arrow": _table_records,
+    ".jsonl": parse_jsonl_records,
+    ".json": _parse_json_records,
+    ".csv": _parse_csv_records,
+    ".txt": _prompts_from_text_lines,
+    ".parquet": _parse_table_records,
+    ".arrow": _parse_table_records,
 }
 
 
-def _saved_records(spec: str, folder: str, split: str) -> Records:
+def _load_saved_records(spec: str, folder: str, split: str) -> Records:
     """
-    The records in a directory that `datasets` saved.
+    Loads the records in a directory that `datasets` saved.
 
-    split: "" for all splits; then each record also holds the name of its split.
+    split: the name of a split. If `split` is "", all splits are loaded, and the column `split`
+    contains each record's split.
     """
-    import datasets  # here: importing it takes seconds
+    import datasets  # imported here because it takes seconds
 
     try:
         saved = datasets.load_from_disk(folder)
-    except Exception as error:  # `datasets` raises many types of errors
+    except Exception as error:  # `datasets` raises errors of many types
         raise ValueError(
-            f"--data {folder} is a directory that datasets did not save ({format_error(error)}); "
-            f"name one file in it ({', '.join(_READERS)})"
+            f"--data {folder} is a directory, but not one that datasets saved "
+            f"({format_error(error)}); use a single file in it instead ({', '.join(_READERS)})"
         ) from error
     splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     first = next(iter(splits))
@@ -375,20 +408,21 @@ def _saved_records(spec: str, folder: str, split: str) -> Records:
     is_ambiguous = not split and len(splits) > 1 and not splits.keys() <= set(SPLITS)
     if is_unknown or is_ambiguous:
         raise ValueError(
-            f"--data {spec}{suggest_nearest(split, splits)}: {folder} has the splits "
-            f"{', '.join(splits)}; name one, as {folder}:{first}"
+            f"--data {spec}{did_you_mean(split, splits)}: {folder} has the splits "
+            f"{', '.join(splits)}; choose one, for example {folder}:{first}"
         )
     if split or len(splits) == 1:
-        return list(number_lines(arrow.rows_of_dataset(splits[split or first])))
-    rows, _ = arrow.rows_of_program(splits)
-    return list(number_lines(rows))
+        return list(label_records_by_number(arrow.rows_from_dataset(splits[split or first])))
+    rows, _ = arrow.rows_and_num_doubtful_nulls(splits)
+    return list(label_records_by_number(rows))
 
 
-def hub_records(name: str, config: str | None, split: str) -> Records:
-    """The records in a hub data set."""
-    import datasets  # here: importing it takes seconds
+def load_hub_records(name: str, config: str | None, split: str) -> Records:
+    """Loads the records in a data set on the Hugging Face hub."""
+    import datasets  # imported here because it takes seconds
 
-    # Messages about retries would fill a screen. Gwen's error says the outcome in one line.
+    # Silences the messages about retries, which would fill the screen. If the download fails, Gwen
+    # reports it in one line.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     dataset = datasets.load_dataset(name, config, split=split)
-    return list(number_lines(arrow.rows_of_dataset(dataset)))
+    return list(label_records_by_number(arrow.rows_from_dataset(dataset)))

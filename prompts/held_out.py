@@ -1,9 +1,9 @@
 """
-Splits the data into two sides: prompts to train on, and held-out prompts for evaluation.
+Splits the data into training examples and held-out examples, which are used only for evaluation.
 
-No prompt is on both sides. A run keeps the prompts that it held out at its start, even if its data
-grow. This file does not cover how records are read (prompts/data.py), or which sides a task has
-(tasks/).
+No prompt is used for both training and evaluation. A run keeps the same held-out prompts from start
+to end, even if its data file grows. This file does not cover how records are read
+(prompts/data.py), or which examples a task uses (tasks/).
 """
 
 import math
@@ -12,19 +12,21 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from prompts.data import load_data
-from prompts.examples import Example, prompt_key, shorten_value
+from prompts.examples import Example, hash_prompt, shorten_value
 from prompts.files import SPLITS
 
-MOST_HELD_OUT = 256  # the most held-out prompts if there is no column `split`
-POWER = 7.85  # (1.96 + 0.84)^2, for an interval of 95% and a power of 80%
-LEAST_PROBLEMS = 50  # with fewer held-out problems, the user is warned
-LEAST_CONVERSATIONS = 10  # with fewer losses, an interval would be too narrow
+MOST_HELD_OUT = 256  # the maximum number of held-out prompts if the data have no column `split`
+POWER = 7.85  # (1.96 + 0.84)^2, for a 95% interval and a power of 80%
+LEAST_PROBLEMS = 50  # with fewer held-out problems than this, the user is warned
+
+# with fewer held-out losses than this, a computed interval would be too narrow
+LEAST_CONVERSATIONS = 10
 
 
-# ---- the two sides
+# ---- training and held-out examples
 
 
-def load_sides(
+def load_training_and_held_out(
     spec: str | None,
     held_out: str | None,
     columns: str | None = None,
@@ -34,14 +36,17 @@ def load_sides(
     held_out_keys: Collection[str] = (),
 ) -> tuple[list[Example], list[Example], list[str]]:
     """
-    Loads the training examples, the held-out examples, and lines on how they were read.
+    Loads the training examples, the held-out examples, and notes on how they were read.
 
-    A prompt on both sides is removed from the training examples. Repeated held-out rows count once.
+    A prompt that is also held out is removed from the training examples. Held-out rows that repeat
+    another row are removed.
 
-    spec: one source, a part of which `split_examples` holds out, or two sources, "TRAIN,HELD_OUT".
-    held_out: a source that replaces the held-out side. Its held-out records are used, or all of its
-    records if it has no column `split`.
-    columns, read, read_columns: see `load_data`. held_out_keys: see `split_examples`.
+    spec: one data source, of which `split_examples` holds out a part, or two sources, as
+    "TRAIN,HELD_OUT".
+    held_out: a data source that replaces the held-out examples. If this source has a column
+    `split`, only its held-out records are used; otherwise, all of its records are used. columns,
+    read,
+    read_columns: see `load_data`. held_out_keys: see `split_examples`.
     """
     lines: list[str] = []
     if spec and "," in spec and not os.path.exists(spec):
@@ -52,39 +57,43 @@ def load_sides(
     test = list[Example]()
     if spec:
         train = load_data(spec, columns, read, lines, read_columns)
-    if held_out is None or _has_split(train):
-        if not _has_split(train):
-            lines.extend(_describe_kept_sides(train, held_out_keys))
+    if held_out is None or _has_split_column(train):
+        if not _has_split_column(train):
+            lines.extend(_notes_on_kept_held_out(train, held_out_keys))
         train, test = split_examples(train, held_out_keys)
     if held_out is not None:
         test = load_data(held_out, columns, read, lines, read_columns)
-        if _has_split(test):
+        if _has_split_column(test):
             test = split_examples(test)[1]
 
-    test_keys = {prompt_key(example) for example in test}
+    test_keys = {hash_prompt(example) for example in test}
     num_train = len(train)
     num_test = len(test)
-    train = [example for example in train if prompt_key(example) not in test_keys]
-    test = _remove_repeats(test)
+    train = [example for example in train if hash_prompt(example) not in test_keys]
+    test = _without_repeated_rows(test)
     if spec is not None and not train:
         raise ValueError(
-            f"--data {spec} leaves no prompt to train on, because all are held out; add prompts"
+            f"--data {spec} leaves no prompts for training, because all of them are held out; add "
+            f"prompts"
         )
 
     notes = []
     num_shared = num_train - len(train)
     if num_shared:
-        notes.append(f"{num_shared} training rows are left out, because their prompts are held out")
+        notes.append(f"{num_shared} training rows were removed, because their prompts are held out")
     num_repeats = num_test - len(test)
     if num_repeats:
-        notes.append(f"{num_repeats} held-out rows repeat another row and count once")
+        notes.append(f"{num_repeats} held-out rows were removed, because they repeat another row")
     if notes:
         lines.append(f"data: {'; '.join(notes)}")
     return train, test, lines
 
 
-def _remove_repeats(examples: list[Example]) -> list[Example]:
-    """The examples without repeats; all examples if an environment draws a task for each row."""
+def _without_repeated_rows(examples: list[Example]) -> list[Example]:
+    """
+    The examples without repeated rows. If the examples use environments, all rows are kept, because
+    each row may get a different task.
+    """
     if any("environment" in example for example in examples):
         return examples
     different = {}
@@ -98,106 +107,118 @@ def split_examples(
     examples: list[Example], held_out_keys: Collection[str] = ()
 ) -> tuple[list[Example], list[Example]]:
     """
-    Splits a user's examples into (train, held out).
+    Splits a user's examples into training examples and held-out examples.
 
-    If there is a column `split`, it decides: its values are "train", "held_out", "test" and
-    "validation". Otherwise a tenth of the distinct prompts is held out: at least one, and at most
-    `MOST_HELD_OUT`. They are chosen by hash, not by place. So the order of the records does not
-    matter, and most prompts stay on their side if a file grows.
-    held_out_keys: keys of the prompts that the run already holds out. If the file still has at
-    least half of them, exactly these are held out, so that no row changes sides and new rows are
-    trained on.
+    If there is a column `split`, the rows with the value "train" are for training, and the rows
+    with "held_out", "test" or "validation" are held out. Otherwise, a tenth of the distinct prompts
+    is held out: at least one prompt, and at most `MOST_HELD_OUT`. The held-out prompts are chosen
+    by their hash, so the choice does not depend on the order of the records, and most of the chosen
+    prompts stay the same if a file grows.
+    held_out_keys: the keys of the prompts that the run has held out so far. If at least half of
+    these prompts are still in the data, they are held out again, and all new prompts are used for
+    training.
 
-    Raises ValueError if `split` has another value.
+    Raises ValueError if the column `split` has any other value.
     """
-    if _has_split(examples):
+    if _has_split_column(examples):
         wrong = [example["split"] for example in examples if example["split"] not in SPLITS]
         if wrong:
             raise ValueError(
-                f"column split holds {shorten_value(wrong[0])}; "
-                "write train or held_out in all records, or rename it"
+                f"the column split contains {shorten_value(wrong[0])}; "
+                "write train or held_out in all records, or rename the column"
             )
         train = [example for example in examples if example["split"] == "train"]
         held_out = [example for example in examples if example["split"] != "train"]
         return train, held_out
 
-    keys = sorted({prompt_key(example) for example in examples})
+    keys = sorted({hash_prompt(example) for example in examples})
     chosen = {*held_out_keys}.intersection(keys)
-    if not _keeps_sides(chosen, held_out_keys):
+    if not _are_half_still_present(chosen, held_out_keys):
         num_held_out = min(MOST_HELD_OUT, max(1, len(keys) // 10))
         chosen = set(keys[:num_held_out]) if len(keys) > 1 else set()
-    train = [example for example in examples if prompt_key(example) not in chosen]
-    held_out = [example for example in examples if prompt_key(example) in chosen]
+    train = [example for example in examples if hash_prompt(example) not in chosen]
+    held_out = [example for example in examples if hash_prompt(example) in chosen]
     return train, held_out
 
 
-def _keeps_sides(present_keys: Collection[str], held_out_keys: Collection[str]) -> bool:
-    """Whether at least half of a run's held-out prompts are still present."""
+def _are_half_still_present(present_keys: Collection[str], held_out_keys: Collection[str]) -> bool:
+    """Whether at least half of a run's held-out prompts are still in the data."""
     return bool(held_out_keys) and 2 * len(present_keys) >= len({*held_out_keys})
 
 
-def _describe_kept_sides(examples: list[Example], held_out_keys: Collection[str]) -> list[str]:
-    """A line if a run cannot keep its held-out prompts, or if a new run would hold out others."""
+def _notes_on_kept_held_out(examples: list[Example], held_out_keys: Collection[str]) -> list[str]:
+    """
+    A list with one note if a run cannot keep its held-out prompts, or if a new run would hold out
+    different prompts.
+    """
     if not held_out_keys:
         return []
-    keys = {prompt_key(example) for example in examples}
+    keys = {hash_prompt(example) for example in examples}
     kept = keys.intersection(held_out_keys)
-    if not _keeps_sides(kept, held_out_keys):
+    if not _are_half_still_present(kept, held_out_keys):
         return [
             f"data: only {len(kept)} of the {len(held_out_keys)} prompts that the run held out "
-            "are left, so others are chosen"
+            "are still in the data, so different prompts are held out from now on"
         ]
-    new_choice = {prompt_key(example) for example in split_examples(examples)[1]}
+    new_choice = {hash_prompt(example) for example in split_examples(examples)[1]}
     if kept != new_choice:
         return [
-            f"data: the run keeps its {len(kept)} held-out prompts, of now {len(keys)} prompts; "
-            "new ones are trained on"
+            f"data: the run keeps its {len(kept)} held-out prompts; there are now {len(keys)} "
+            "prompts, and the new ones are used for training"
         ]
     return []
 
 
-def _has_split(examples: list[Example]) -> bool:
+def _has_split_column(examples: list[Example]) -> bool:
     return any(example.get("split") is not None for example in examples)
 
 
 # ---- too few held-out problems
 
 
-def advise_on_held_out(num: int, settings: dict[str, Any]) -> str:
-    """Advice on how to hold out more than the present `num` problems."""
+def advice_on_holding_out_more(num_held_out: int, settings: dict[str, Any]) -> str:
+    """Advises the user on how to hold out more than `num_held_out` problems."""
     fix = "--eval-data FILE or --data TRAIN,HELD_OUT"
-    if settings.get("eval_limit") == num:
+    if settings.get("eval_limit") == num_held_out:
         fix = "a higher --eval-limit"
     advice = f"hold out more with {fix}"
     if settings.get("loss_type") != "sft":
-        advice += ", or ask each more often"
+        advice += ", or ask each problem more often"
     return advice
 
 
-def warn_of_few_held_out(num: int, settings: dict[str, Any], deviation: float = 0.0) -> list[str]:
+def warnings_of_few_held_out(
+    num_held_out: int, settings: dict[str, Any], deviation: float = 0.0
+) -> list[str]:
     """
-    A line if `num` held-out problems are too few to measure a small change.
+    A list with one warning if `num_held_out` held-out problems are too few to measure a small
+    change.
 
-    deviation: the standard deviation of the scores that answers to one problem get, as a fraction
-    of the range of scores; 0 if it is not known.
+    deviation: the standard deviation of the scores of several answers to the same problem, as a
+    fraction of the range of scores; 0 if unknown.
     """
     if not settings.get("eval_every", True):
-        return ["nothing held out is evaluated (--eval-every 0), so there will be no verdict"]
-    advice = advise_on_held_out(num, settings)
+        return [
+            "held-out problems are not evaluated (--eval-every 0), so the run will have no verdict"
+        ]
+    advice = advice_on_holding_out_more(num_held_out, settings)
     if settings.get("loss_type") == "sft":
-        if not 0 < num < LEAST_CONVERSATIONS:
+        if not 0 < num_held_out < LEAST_CONVERSATIONS:
             return []
-        return [f"with {num} held out the loss says little about other conversations: {advice}"]
-    if not 0 < num < LEAST_PROBLEMS:
+        return [
+            f"with only {num_held_out} held-out conversations, their loss says little about "
+            f"others: {advice}"
+        ]
+    if not 0 < num_held_out < LEAST_PROBLEMS:
         return []
 
-    # Without a deviation, the estimate assumes that every third answer changes.
+    # If the deviation is unknown, the estimate assumes that every third answer changes.
     variance = 2 * deviation**2 or 1 / 3
-    smallest = min(1, math.sqrt(POWER * variance / num))
+    smallest = min(1, math.sqrt(POWER * variance / num_held_out))
     smallest_with_enough = min(1, math.sqrt(POWER * variance / LEAST_PROBLEMS))
-    assumption = "by these answers" if deviation else "if every third answer changes"
+    assumption = "judging by these answers" if deviation else "if every third answer changes"
     return [
-        f"{assumption}, {num} held-out problems show a change from {smallest:.0%} of the range "
-        f"of scores on, {LEAST_PROBLEMS} from {smallest_with_enough:.0%} on: {advice} once it is "
-        "trained (evaluate.py --samples 8)"
+        f"{assumption}, {num_held_out} held-out problems can show only changes of at least "
+        f"{smallest:.0%} of the range of scores, and {LEAST_PROBLEMS} problems can show changes of "
+        f"at least {smallest_with_enough:.0%}: {advice} after training (evaluate.py --samples 8)"
     ]

@@ -1,11 +1,12 @@
 """
-Reads users' chat messages into one layout: a role, a content that is a text, and further keys.
+Reads users' chat messages in several layouts, and converts them to one layout: a role, a content
+that is a string, and other keys.
 
-It reads OpenAI messages and ShareGPT turns with `from` and `value`, content that is split into text
-parts, tool calls in both of OpenAI's forms, and thoughts under several keys. All other keys stay in
-the message, since only a chat template knows whether it renders them. prompts/chat_template.py
-refuses keys that are not rendered. This file does not cover which messages are a prompt and which
-are learned (prompts/data.py, prompts/chats.py).
+The layouts include OpenAI messages, ShareGPT turns with `from` and `value`, content that is split
+into text parts, tool calls in both of OpenAI's formats, and thoughts under several keys. A message
+keeps all its other keys, because only a chat template can show whether these keys are rendered.
+prompts/chat_template.py refuses keys that are not rendered. This file does not cover which messages
+belong to the prompt and which are learned (prompts/data.py, prompts/chats.py).
 """
 
 import contextlib
@@ -19,10 +20,10 @@ from text.documents import read_json
 
 Message = dict[str, Any]
 
-# columns that hold whole conversations in rows without a prompt
+# columns that contain whole conversations
 CONVERSATIONS = ("messages", "conversations")
 
-# other names for roles, from ShareGPT and from single programs
+# other names for roles, from ShareGPT and from various programs
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -38,7 +39,7 @@ ROLES = {
 }
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
-# the keys that templates use for a reply's thought
+# the keys under which chat templates expect a reply's thought
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 MEDIA = (
     "image",
@@ -60,16 +61,16 @@ ENDS_OF_THOUGHT = re.compile(r".*</(?:think|thinking|thought|reasoning)>", re.DO
 
 def read_messages(name: str, messages: Any) -> list[Message]:
     """
-    The messages in a list, which may be written as JSON text.
+    Reads and checks a list of messages, which may be JSON text.
 
-    Raises ValueError, which gives `name`, the place, and the part that cannot be read.
+    Raises ValueError if a message is invalid. name: how the error message names the list.
     """
     if isinstance(messages, str):
-        messages = read_text_of_messages(name, messages)
+        messages = parse_messages_json(name, messages)
     if not isinstance(messages, list):
         raise ValueError(
             f"{name} {shorten_value(messages)} is a {type(messages).__name__}; "
-            "it must be a list of chat messages"
+            "write a list of chat messages"
         )
     if not messages:
         raise ValueError(f'{name} is an empty list; write [{{"role": "user", "content": "..."}}]')
@@ -79,18 +80,21 @@ def read_messages(name: str, messages: Any) -> list[Message]:
     ]
 
 
-def read_text_of_messages(name: str, text: str) -> Any:
-    """The value of JSON text that should hold messages."""
+def parse_messages_json(name: str, text: str) -> Any:
+    """Parses JSON text that should contain messages. Raises ValueError if the text is not JSON."""
     try:
         return read_json(text)
     except ValueError as error:
         raise ValueError(
-            f"{name} {shorten_value(text)} is a text and no JSON; write a list of chat messages"
+            f"{name} {shorten_value(text)} is a string but not JSON; write a list of chat messages"
         ) from error
 
 
 def _read_message(label: str, message: Any) -> Message:
-    """A message in the one layout. label: its name in errors, such as "message 2 of prompt"."""
+    """
+    Checks a message and converts it to Gwen's layout. label: how error messages name the message,
+    such as "message 2 of prompt".
+    """
     if not isinstance(message, dict):
         raise ValueError(
             f'{label} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}'
@@ -98,13 +102,13 @@ def _read_message(label: str, message: Any) -> Message:
 
     fields = {}
     for key, value in message.items():
-        if key in ("content", "value") or not _is_empty(value):
+        if key in ("content", "value") or not _is_null_or_empty(value):
             fields[key] = value
     if "role" not in fields and "from" in fields:
         fields["role"] = fields.pop("from")
     if "content" not in fields and "value" in fields:
         fields["content"] = fields.pop("value")
-    elif _is_empty(fields.get("value")):
+    elif _is_null_or_empty(fields.get("value")):
         fields.pop("value", None)
 
     role = _read_role(label, fields)
@@ -116,13 +120,13 @@ def _read_message(label: str, message: Any) -> Message:
         )
 
     if role == "call":
-        fields = _call_of_turn(label, fields)
+        fields = _reply_from_call_turn(label, fields)
         role = "assistant"
     media = [key for key in MEDIA if key in fields]
     if media:
         raise ValueError(
             f"{label} has {media[0]} {shorten_value(fields[media[0]])}; "
-            "Gwen reads texts only, so remove it"
+            "Gwen reads only text, so remove it"
         )
 
     read: Message = {"role": role}
@@ -133,7 +137,7 @@ def _read_message(label: str, message: Any) -> Message:
         read["tool_calls"] = calls
     if role == "assistant":
         read |= _read_thought(label, fields, read["content"])
-    read |= _read_weight(label, role, fields)
+    read |= _read_zero_weight(label, role, fields)
 
     done = (
         "role",
@@ -151,8 +155,8 @@ def _read_message(label: str, message: Any) -> Message:
     return read | rest
 
 
-def _is_empty(value: Any) -> bool:
-    """Whether a value is empty, so that its key says nothing."""
+def _is_null_or_empty(value: Any) -> bool:
+    """Whether a value is null or empty, so that its key can be ignored."""
     return value is None or value in ("", [], {})
 
 
@@ -165,9 +169,9 @@ def _read_role(label: str, fields: Message) -> str:
     read = ROLES.get(role, role)
     if read not in (*KNOWN_ROLES, "call"):
         meant = ROLES.get(role.strip().lower(), role.strip().lower())
-        known = "user, assistant, tool, and system for the first message"
-        fix = f"write {meant}" if meant in KNOWN_ROLES else f"the roles are {known}"
-        raise ValueError(f"{label} has role {shorten_value(role)}; {fix}")
+        known = "user, assistant or tool, or system for the first message"
+        fix = f"write {meant}" if meant in KNOWN_ROLES else f"write {known}"
+        raise ValueError(f"{label} has the role {shorten_value(role)}; {fix}")
     return read
 
 
@@ -175,12 +179,15 @@ def _read_role(label: str, fields: Message) -> str:
 
 
 def _read_content(label: str, role: str, content: Any, may_be_empty: bool) -> str:
-    """A message's text: its string, its joined text parts, or a tool's result as JSON."""
+    """
+    The text in a message's content, which may be a string, a list of text parts, or any JSON value
+    if it is a tool's result.
+    """
     name = f"content of {label}"
-    parts = [content] if _is_part(content, TEXT_PARTS) else content
-    # a tool's result may be any list of objects
+    parts = [content] if _is_content_part(content, TEXT_PARTS) else content
+    # a tool's result may also be a list of objects that are not content parts
     kinds = (*TEXT_PARTS, *MEDIA) if role == "tool" else None
-    if isinstance(parts, list) and any(_is_part(part, kinds) for part in parts):
+    if isinstance(parts, list) and any(_is_content_part(part, kinds) for part in parts):
         text = "".join(_text_of_part(name, part) for part in parts)
     elif role == "tool" and content is not None and not isinstance(content, str):
         text = json.dumps(content, ensure_ascii=False)
@@ -191,11 +198,12 @@ def _read_content(label: str, role: str, content: Any, may_be_empty: bool) -> st
     return str(text)
 
 
-def _is_part(part: Any, kinds: Sequence[str] | None) -> bool:
+def _is_content_part(part: Any, kinds: Sequence[str] | None) -> bool:
     """
-    Whether a value is a content part with one of these types. kinds: None accepts any type.
+    Whether a value is a content part of one of the given types. kinds: the types; None means any
+    type.
 
-    A part without a type counts as text if it has the key `text`.
+    A part without a type counts as a text part if it has the key `text`.
     """
     if not isinstance(part, dict):
         return False
@@ -209,47 +217,53 @@ def _text_of_part(name: str, part: Any) -> str:
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
     if kind not in TEXT_PARTS:
         what = f"a part of type {shorten_value(kind)}" if kind else shorten_value(part)
-        raise ValueError(f"{name} holds {what}; Gwen reads parts of type text only, so remove it")
+        raise ValueError(f"{name} contains {what}; Gwen reads only text parts, so remove it")
     beside = [
-        key for key, value in part.items() if key not in ("type", "text") and not _is_empty(value)
+        key
+        for key, value in part.items()
+        if key not in ("type", "text") and not _is_null_or_empty(value)
     ]
     if beside:
         raise ValueError(
-            f"{name} holds a part with the key {shorten_value(beside[0])}, which is not read; "
-            "remove it"
+            f"{name} contains a part with the key {shorten_value(beside[0])}, which Gwen does not "
+            "read; remove this key"
         )
     if not isinstance(part.get("text"), str):
         raise ValueError(
-            f'{name} holds {shorten_value(part)}; write {{"type": "text", "text": "..."}}'
+            f'{name} contains {shorten_value(part)}; write {{"type": "text", "text": "..."}}'
         )
     return str(part["text"])
 
 
 def check_text(name: str, text: Any) -> None:
-    """Raises ValueError, which gives `name`, if a tokenizer would not accept the text."""
+    """
+    Raises ValueError if a value is not a string, is blank, or has characters that a tokenizer
+    refuses. name: how the error message names the value.
+    """
     if not isinstance(text, str):
-        raise ValueError(
-            f"{name} {shorten_value(text)} is a {type(text).__name__}; it must be a string"
-        )
+        raise ValueError(f"{name} {shorten_value(text)} is a {type(text).__name__}; write a string")
     if not text.strip():
         raise ValueError(f"{name} is empty; write some text")
     if re.search("[\ud800-\udfff]", text):
         raise ValueError(
-            f"{name} {shorten_value(text)} holds half of a surrogate pair, which is no character; "
-            "remove it"
+            f"{name} {shorten_value(text)} contains half of a surrogate pair, which is not a "
+            "character; remove it"
         )
     if "\0" in text:
         raise ValueError(
-            f"{name} {shorten_value(text)} holds a NUL character, as a file in UTF-16 does; "
-            "remove it"
+            f"{name} {shorten_value(text)} contains a NUL character, perhaps because the file is "
+            "in UTF-16; remove it"
         )
 
 
 # ---- calls
 
 
-def _call_of_turn(label: str, fields: Message) -> Message:
-    """A reply with tool calls, made from a ShareGPT turn `function_call` with calls as JSON."""
+def _reply_from_call_turn(label: str, fields: Message) -> Message:
+    """
+    Converts a ShareGPT turn of the role `function_call`, whose content is calls as JSON, to a reply
+    with `tool_calls`.
+    """
     value = fields.get("content")
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -258,7 +272,7 @@ def _call_of_turn(label: str, fields: Message) -> Message:
 
 
 def _read_calls(label: str, role: str, fields: Message) -> list[Message]:
-    """A reply's tool calls, from `tool_calls` or OpenAI's older `function_call`."""
+    """The tool calls in a reply's key `tool_calls`, or in OpenAI's older key `function_call`."""
     if "function_call" in fields and "tool_calls" in fields:
         raise ValueError(f"{label} has both tool_calls and function_call; keep one of them")
     key = "function_call" if "function_call" in fields else "tool_calls"
@@ -266,7 +280,10 @@ def _read_calls(label: str, role: str, fields: Message) -> list[Message]:
     if not calls:
         return []
     if role != "assistant":
-        raise ValueError(f"{label} has role {role} and {key}; only the assistant calls tools")
+        raise ValueError(
+            f"{label} has the role {role} and {key}, but only the assistant calls tools; "
+            f"remove {key}"
+        )
     if isinstance(calls, str):
         with contextlib.suppress(ValueError):
             calls = read_json(calls)
@@ -276,7 +293,10 @@ def _read_calls(label: str, role: str, fields: Message) -> list[Message]:
 
 
 def _read_call(label: str, key: str, call: Any) -> Message:
-    """A tool call with its arguments as a dictionary. In the data they may be JSON text."""
+    """
+    Converts a tool call to Gwen's layout, in which the arguments are a dictionary. A user may also
+    write the arguments as JSON text.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
@@ -287,7 +307,7 @@ def _read_call(label: str, key: str, call: Any) -> Message:
             arguments = read_json(arguments)
     if not name or not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError(
-            f"{key} of {label} holds {shorten_value(call)}; "
+            f"{key} of {label} contains {shorten_value(call)}; "
             'write {"function": {"name": "...", "arguments": {...}}}'
         )
     read = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -295,16 +315,17 @@ def _read_call(label: str, key: str, call: Any) -> Message:
     return {"id": number} | read if isinstance(number, str) and number else read
 
 
-def read_tools(column: Any) -> list[dict[str, Any]] | None:
+def read_tool_schemas(tools_column: Any) -> list[dict[str, Any]] | None:
     """
-    The JSON schemas in a row's column `tools`; None if there are none.
+    The JSON schemas in a row's column `tools`; None if there are no schemas.
 
-    The column may be JSON text. Each schema may be under the key "function" or by itself.
+    The column may be a list or JSON text. Each item may be a schema, or an object with a schema
+    under the key "function".
     """
-    tools = column
-    if isinstance(column, str):
+    tools = tools_column
+    if isinstance(tools_column, str):
         with contextlib.suppress(ValueError):
-            tools = read_json(column)
+            tools = read_json(tools_column)
     if not isinstance(tools, list):
         tools = [tools] if tools else []
     read = []
@@ -316,7 +337,7 @@ def read_tools(column: Any) -> list[dict[str, Any]] | None:
             or not function["name"]
         ):
             raise ValueError(
-                f"column tools holds {shorten_value(tool)}; "
+                f"the column tools contains {shorten_value(tool)}; "
                 'write JSON schemas, {"function": {"name": ...}}'
             )
         read.append(tool if "function" in tool else {"type": "function", "function": tool})
@@ -327,10 +348,13 @@ def read_tools(column: Any) -> list[dict[str, Any]] | None:
 
 
 def _read_thought(label: str, fields: Message, content: str) -> Message:
-    """A reply's thought under its key; empty if the content already contains the thought."""
+    """
+    A dictionary with a reply's thought under the key that the user chose. The dictionary is empty
+    if there is no thought, or if the content already contains the thought.
+    """
     thoughts = {key: fields[key] for key in THOUGHTS if key in fields}
     if "reasoning_details" in fields:
-        details = _text_of_details(label, fields["reasoning_details"])
+        details = _text_of_reasoning_details(label, fields["reasoning_details"])
         thoughts = thoughts or {"reasoning": details}
     for key, thought in thoughts.items():
         check_text(f"{key} of {label}", thought)
@@ -351,25 +375,25 @@ def _read_thought(label: str, fields: Message, content: str) -> Message:
     return {key: thought}
 
 
-def _text_of_details(label: str, details: Any) -> str:
-    """The text in OpenRouter's `reasoning_details`."""
+def _text_of_reasoning_details(label: str, details: Any) -> str:
+    """Joins the texts in OpenRouter's `reasoning_details`."""
     texts = []
     for detail in details if isinstance(details, list) else [details]:
         text = detail.get("text") or detail.get("summary") if isinstance(detail, dict) else None
         if not isinstance(text, str):
             raise ValueError(
-                f"reasoning_details of {label} holds {shorten_value(detail)}, which is no text; "
-                "remove it"
+                f"reasoning_details of {label} contains {shorten_value(detail)}, which has no "
+                "text; remove it"
             )
         texts.append(text)
     return "\n".join(texts)
 
 
-def _read_weight(label: str, role: str, fields: Message) -> Message:
+def _read_zero_weight(label: str, role: str, fields: Message) -> Message:
     """
-    The key `weight` with 0 for a reply that is not trained; else empty.
+    A dictionary with the weight 0 if a reply should not be trained; otherwise an empty dictionary.
 
-    A weight of 1 is the default, and other weights are refused.
+    The default weight is 1. Raises ValueError for any weight other than 0 and 1.
     """
     if "weight" not in fields:
         return {}
@@ -377,62 +401,69 @@ def _read_weight(label: str, role: str, fields: Message) -> Message:
     is_plain = isinstance(weight, (int, float)) and weight in (0, 1)
     if not is_plain or (role != "assistant" and weight == 1):
         raise ValueError(
-            f"{label} has role {role} and weight {shorten_value(weight)}; "
-            "a reply has weight 1, or 0 if it is not trained"
+            f"{label} has the role {role} and the weight {shorten_value(weight)}; "
+            "use weights only for replies: 1, or 0 for a reply that should not be trained"
         )
     return {"weight": 0} if role == "assistant" and weight == 0 else {}
 
 
-def remove_thought(text: str) -> str:
-    """A reply's text without the thought before it."""
-    return ENDS_OF_THOUGHT.sub("", text).strip() if ENDS_OF_THOUGHT.match(text) else text
+def remove_thought(reply_text: str) -> str:
+    """The text of a reply without the thought at its beginning."""
+    return (
+        ENDS_OF_THOUGHT.sub("", reply_text).strip()
+        if ENDS_OF_THOUGHT.match(reply_text)
+        else reply_text
+    )
 
 
 # ---- their order
 
 
-def check_order(name: str, messages: list[Message]) -> None:
+def check_message_order(name: str, messages: list[Message]) -> None:
     """
     Raises ValueError if the messages are in an impossible order.
 
-    Only the first message may be a system message, a tool's result must follow a reply, and one
-    message must be the user's.
+    Only the first message may be a system message, a tool's result must come after a reply, and at
+    least one message must be the user's. name: how the error message names the list.
     """
     has_reply = False
     for place, message in enumerate(messages, 1):
         label = f"message {place} of {name}"
         if message["role"] == "system" and place > 1:
-            raise ValueError(f"{label} has role 'system'; use it only for the first message")
+            raise ValueError(
+                f"{label} has the role 'system'; use this role only for the first message"
+            )
         if message["role"] == "tool" and not has_reply:
             raise ValueError(
-                f"{label} has role 'tool' and follows no reply that calls one; remove it"
+                f"{label} has the role 'tool', but no reply comes before it; remove the message"
             )
         has_reply = has_reply or message["role"] == "assistant"
     if not any(message["role"] == "user" for message in messages):
         first = messages[0]["role"]
         raise ValueError(
-            f"message 1 of {name} is the {first}'s and no message is the user's; "
-            "begin with the user's"
+            f"message 1 of {name} is the {first}'s, and no message is the user's; "
+            "add a message with the role user"
         )
 
 
-def check_prompt(messages: list[Message], name: str = "prompt") -> list[Message]:
+def check_prompt_messages(messages: list[Message], name: str = "prompt") -> list[Message]:
     """
-    Returns the messages if a reply can follow them.
+    Returns the messages unchanged if a reply can follow them.
 
-    Raises ValueError unless the last message is the user's or a tool's result.
+    Raises ValueError if the order is impossible, or if the last message is neither the user's nor a
+    tool's result.
     """
-    check_order(name, messages)
+    check_message_order(name, messages)
     if messages[-1]["role"] not in ("user", "tool"):
         raise ValueError(
             f"the last message of {name} is the {messages[-1]['role']}'s; "
-            "it must be the user's or a tool's"
+            "end with a message of the user or a tool"
         )
     return messages
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of messages, in any layout."""
+    """Whether a value looks like a list of messages in any layout."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -441,8 +472,11 @@ def is_conversation(value: Any) -> bool:
     )
 
 
-def parse_messages(value: Any) -> Any:
-    """The list of messages that JSON text holds. Any other value is returned unchanged."""
+def parse_messages_if_json(value: Any) -> Any:
+    """
+    If a value is JSON text with a list of messages, returns this list. Returns any other value
+    unchanged.
+    """
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
             items = read_json(value)
@@ -453,11 +487,12 @@ def parse_messages(value: Any) -> Any:
 
 def conversation_column_name(example: Example, *, is_sft: bool = False) -> str | None:
     """
-    The name of the column that holds a row's whole conversation; None if there is none.
+    The name of the column with a row's whole conversation; None if there is no such column, or if
+    the row has a separate prompt.
 
-    is_sft: a conversation is preferred to a prompt without a completion, because some data sets
-    repeat the conversation's first message as the prompt. If false, the prompt is preferred, unless
-    it is in ShareGPT's layout and ends with a reply.
+    is_sft: whether to prefer a conversation to a prompt without a completion, because some data
+    sets repeat the conversation's first message as the prompt. If false, the prompt is preferred,
+    unless the prompt itself is a ShareGPT conversation that ends with a reply.
     """
     column = next((name for name in CONVERSATIONS if example.get(name) is not None), None)
     prompt = example.get("prompt")
@@ -468,10 +503,10 @@ def conversation_column_name(example: Example, *, is_sft: bool = False) -> str |
     if is_sft:
         return column or ("prompt" if isinstance(prompt, list) else None)
     is_sharegpt = is_conversation(prompt) and "from" in prompt[0]
-    return "prompt" if is_sharegpt and raw_role(prompt[-1]) == "assistant" else None
+    return "prompt" if is_sharegpt and role_in_any_layout(prompt[-1]) == "assistant" else None
 
 
-def raw_role(message: Any) -> str:
-    """The role in a message that is not yet read; "" if it has none."""
+def role_in_any_layout(message: Any) -> str:
+    """The role of a message in any layout; "" if the message has no role."""
     role = message.get("role", message.get("from")) if isinstance(message, dict) else None
     return ROLES.get(role, role) if isinstance(role, str) else ""

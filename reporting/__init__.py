@@ -1,1 +1,1 @@
-"""The reports of a run: logs, console lines, warnings, the verdict, the page, and trackers."""
+"""Reports on a run through logs, console lines, warnings, a verdict, an HTML page and trackers."""

@@ -1,55 +1,54 @@
 """
-Advises what to do after a run, in sentences, with the commands that carry the advice out.
+Suggests what to do after a run, and gives the commands to type.
 
-A piece of advice never ends in a full stop, because it may end in a command. This file does not
-cover the evidence: figures (difference.py), answers (answer_changes.py) and warnings (health.py).
+A piece of advice has no full stop at its end, because it may end in a command. This file does not
+cover the evidence for the advice, which comes from difference.py, answer_changes.py and health.py.
 """
 
 import shlex
 from typing import Any
 
-from prompts.held_out import LEAST_CONVERSATIONS, advise_on_held_out
+from prompts.held_out import LEAST_CONVERSATIONS, advice_on_holding_out_more
 from reporting import health
-from reporting.difference import BETTER, FEW, SAME, WORSE, Change
+from reporting.difference import BETTER, FEW, SAME, WORSE, MeanChange
 from reporting.health import Records
 from reporting.history import History
 from rewards import form, functions
-from settings.sources import command_line
+from settings.sources import command_with_extras
 
-LEAST_KL = (
-    1e-3  # nats a token, against the model before training; a model below it has hardly moved
-)
-MOST_SAMPLES = 8  # samples of each problem, in the evaluation that the advice proposes
+# KL divergence from the untrained model, in nats per token; less means that training changed little
+LEAST_KL = 1e-3
+MOST_SAMPLES = 8  # the number of samples per problem in the evaluation that the advice suggests
 REWARD_ALONE_ROSE = (
-    "The reward rose but the accuracy did not. Read the answers, or weigh the rewards differently "
+    "The reward rose but the accuracy did not. Read the answers, or weight the rewards differently "
     "with --reward-weights"
 )
 NONE_RIGHT = (
-    "No answer was right, before or after training, and more problems would not change that. Show "
-    "the model right answers first with --loss-type sft (docs/warm-start.md). If right answers are "
-    "counted as wrong, compare them with --verifier FILE.py:fn"
+    "No answer was right before or after training, and more held-out problems would not change "
+    "that. First train the model on right answers with --loss-type sft (docs/warm-start.md). If "
+    "right answers are counted as wrong, supply a verifier with --verifier FILE.py:fn"
 )
 TOO_FAR = (
-    "Try a quarter of --learning-rate, a larger --batch or another reward. Earlier states are in "
-    "checkpoints/"
+    "Try a quarter of the current --learning-rate, a larger --batch or a different reward. Earlier "
+    "states of the model are in checkpoints/"
 )
 
 
 def suggest_next_step(
     run: History,
-    change: Change | None,
-    reward_moved: str,
+    change: MeanChange | None,
+    lone_reward_change: str,
     reward_fix: str,
-    is_rising: bool,
+    is_still_improving: bool,
 ) -> str:
     """
-    Returns advice on what to do next.
+    Returns advice on what to do after a run.
 
-    If most answers are cut off, the advice says so first, because that also explains why nothing
-    got better. See `advise_on_change` for the arguments.
+    If most answers are cut off, the advice says so first, because cut-off answers also explain why
+    the model did not improve. `advise_on_change` explains the arguments.
     """
-    advice = advise_on_change(run, change, reward_moved, reward_fix, is_rising)
-    cut_off = health.describe_cut_off(run.steps, run.evals, run.settings)
+    advice = advise_on_change(run, change, lone_reward_change, reward_fix, is_still_improving)
+    cut_off = health.advise_on_cut_off_answers(run.steps, run.evals, run.settings)
     if not cut_off:
         return advice
     if change is not None and change.outcome != BETTER and not reward_fix:
@@ -59,59 +58,63 @@ def suggest_next_step(
 
 def advise_on_change(
     run: History,
-    change: Change | None,
-    reward_moved: str,
+    change: MeanChange | None,
+    lone_reward_change: str,
     reward_fix: str,
-    is_rising: bool,
+    is_still_improving: bool,
 ) -> str:
     """
-    Returns advice that follows from the measured change.
+    Returns advice based on the measured change of the held-out figure.
 
-    reward_moved: BETTER or WORSE if the rewards changed but the figure did not, otherwise "".
-    reward_fix: the advice of `suggest_reward_fix` if the reward may be gamed, otherwise "".
-    is_rising: whether the figure was still getting better in the second half of the run.
+    lone_reward_change: BETTER or WORSE if the rewards changed but the held-out figure did not,
+    otherwise "".
+    reward_fix: the advice of `suggest_reward_fix` if the model may game the reward, otherwise "".
+    is_still_improving: whether the held-out figure improved in the second half of the run.
     """
     last = run.evals[-1]
     if change is None:
         if last["eval/num"] < 2:
-            return advise_on_held_out(last["eval/num"], run.settings)
+            return advice_on_holding_out_more(last["eval/num"], run.settings)
         return (
-            "Look at the warnings. If a judge scores the answers, docs/judge.md explains what "
-            "makes its scores unreadable"
+            "Look at the warnings. If a judge scored the answers, docs/judge.md explains what can "
+            "make a judge's scores unreadable"
         )
 
-    if run.figure == "accuracy":
+    if run.figure_name == "accuracy":
         accuracies = [run.evals[0]["eval/accuracy"], last["eval/accuracy"]]
         if not any(accuracies):
             return NONE_RIGHT
-    if change.outcome == SAME and reward_moved:
-        return REWARD_ALONE_ROSE if reward_moved == BETTER else TOO_FAR
+    if change.outcome == SAME and lone_reward_change:
+        return REWARD_ALONE_ROSE if lone_reward_change == BETTER else TOO_FAR
     if change.outcome in (SAME, FEW):
         cause = explain_lack_of_change(run)
         if cause:
             return cause
 
     if change.outcome == FEW:
-        return advise_on_few_problems(run, change, reward_moved, reward_fix)
+        return advise_on_few_problems(run, change, lone_reward_change, reward_fix)
     if change.outcome == WORSE:
         return TOO_FAR
     if change.outcome == SAME:
         return (
-            "Try more --steps, problems that the model solves sometimes, or a reward that tells "
-            "its answers apart"
+            "Try more --steps, problems that the model solves only sometimes, or a reward that "
+            "distinguishes better answers from worse ones"
         )
     if reward_fix:
         return reward_fix
-    if is_rising:
-        direction = "falling" if run.figure == "loss" else "rising"
-        return (
-            f"Train longer, because the {run.figure} was still {direction}: {resume_command(run)}"
-        )
-    return advise_on_use(run)
+    if is_still_improving:
+        direction = "falling" if run.figure_name == "loss" else "rising"
+        command = command_to_double_steps(run)
+        return f"Train longer, because the {run.figure_name} was still {direction}: {command}"
+    return advise_on_using_the_model(run)
 
 
 def explain_lack_of_change(run: History) -> str:
-    """Returns a likely reason why a run changed nothing, and what to try; "" if none is visible."""
+    """
+    Returns a likely reason why training changed nothing, and suggests what to try.
+
+    Returns an empty string if no such reason is found.
+    """
     for symptom in health.find_symptoms(run.steps, has_gained=False):
         if symptom.name in ("no signal", "nothing moves"):
             return symptom.text
@@ -120,47 +123,53 @@ def explain_lack_of_change(run: History) -> str:
     kl = last.get("eval/kl")
     if kl is None or kl >= LEAST_KL or last["step"] < health.STILL:
         return ""
-    # the KL grows with the square of the learning rate
+    # the KL divergence grows with the square of the learning rate
     factor = "three" if kl * 3**2 > LEAST_KL else "ten"
     return (
-        f"The model has hardly moved (KL {kl:.1g} nats a token). Try {factor} times the "
-        "--learning-rate"
+        f"Training has hardly changed the model (KL {kl:.1g} nats per token). Try {factor} times "
+        "the current --learning-rate"
     )
 
 
-def advise_on_few_problems(run: History, change: Change, reward_moved: str, reward_fix: str) -> str:
-    """Returns advice on how to settle a change that was measured on too few problems."""
-    hold_out_more = advise_on_held_out(run.evals[-1]["eval/num"], run.settings)
-    if run.figure == "loss":
-        num = max(change.num_needed, LEAST_CONVERSATIONS)
-        return f"About {num:,} conversations would settle it: {hold_out_more}"
+def advise_on_few_problems(
+    run: History, change: MeanChange, lone_reward_change: str, reward_fix: str
+) -> str:
+    """Returns advice on a change that was measured on too few problems to be conclusive."""
+    hold_out_more = advice_on_holding_out_more(run.evals[-1]["eval/num"], run.settings)
+    if run.figure_name == "loss":
+        num = max(change.num_problems_needed, LEAST_CONVERSATIONS)
+        return f"About {num:,} held-out conversations would be conclusive, so {hold_out_more}"
 
-    measure = comparison_command(run.settings, quoted_dir(run), num_samples=MOST_SAMPLES)
-    advice = f"About {change.num_needed:,} problems would settle it: {hold_out_more}: {measure}"
+    measure = command_to_evaluate_before_and_after(
+        run.settings, shell_quoted_dir(run), num_samples=MOST_SAMPLES
+    )
+    num_problems = f"{change.num_problems_needed:,} held-out problems"
+    advice = f"About {num_problems} would be conclusive, so {hold_out_more}: {measure}"
     first = reward_fix
-    if not first and reward_moved == BETTER:
+    if not first and lone_reward_change == BETTER:
         first = REWARD_ALONE_ROSE
-    elif not first and reward_moved == WORSE:
+    elif not first and lone_reward_change == WORSE:
         first = TOO_FAR
     if first:
         return f"{first}. {advice}"
     if change.mean > 0:
-        advice += f"; or train longer for a larger change: {resume_command(run)}"
+        advice += f"; or train longer to enlarge the change: {command_to_double_steps(run)}"
     return advice
 
 
-def advise_on_use(run: History) -> str:
-    """Returns the commands that use a trained model."""
+def advise_on_using_the_model(run: History) -> str:
+    """Returns commands for chatting with the trained model and for merging its adapter."""
     settings = run.settings
-    directory = quoted_dir(run)
-    chat = command_line(settings, "chat.py")
+    directory = shell_quoted_dir(run)
+    chat = command_with_extras(settings, "chat.py")
     advice = f"Chat with the model: {chat} --run {directory} --chat --temp 0"
-    if run.figure == "loss" and settings.get("lora_rank"):
+    if run.figure_name == "loss" and settings.get("lora_rank"):
         model = shlex.quote(str(settings.get("model")))
         start = f"--model {model} --init-adapter {directory}"
-        advice += f"; continue with GRPO: {command_line(settings)} {start} --data PROMPTS"
-    fuse = command_line(settings, "export.py")
-    merge = f"{fuse} --fuse --run {directory} --out my-model"
+        train = command_with_extras(settings)
+        advice += f"; train the model further with GRPO: {train} {start} --data PROMPTS"
+    fuse = command_with_extras(settings, "export.py --fuse")
+    merge = f"{fuse} --run {directory} --out my-model"
     return f"{advice}; merge the adapter into the model: {merge}"
 
 
@@ -168,25 +177,27 @@ def suggest_reward_fix(
     settings: dict[str, Any], verifier_is_default: bool, last_answers: Records
 ) -> str:
     """
-    Returns advice on a reward that may be gamed.
+    Returns advice for a run whose reward the model may have gamed.
 
-    verifier_is_default: whether the run has a user's own reward but names no verifier.
+    verifier_is_default: whether the user supplied a reward but no verifier.
     """
     options = []
     if not settings.get("beta"):
         options.append("--beta 0.05")
-    # Suggest the gate only if every right answer would pass it. Of a conversation, the gate sees
-    # only the last turn, which is short.
+    # Suggest `--reward-gate form` only if every right answer would pass the gate. In a conversation
+    # the gate sees only the last turn, which is short.
     gate_fits = all(
-        form.keeps_own_answer(answer) and "messages" not in answer for answer in last_answers
+        form.own_answer_passes_gate(answer) and "messages" not in answer for answer in last_answers
     )
     if gate_fits and settings.get("reward_gate") != "form":
         options.append("--reward-gate form")
 
     advice = "Read the answers."
     if verifier_is_default:
-        advice += " If right answers are counted as wrong, compare with --verifier FILE.py:fn."
-    advice += " If they are not what you want, change the reward"
+        advice += (
+            " If right answers are counted as wrong, supply a verifier with --verifier FILE.py:fn."
+        )
+    advice += " If the answers are not what you want, change the reward"
     if options:
         advice += f", or try {' or '.join(options)}"
     return advice
@@ -195,35 +206,40 @@ def suggest_reward_fix(
 # ---- commands
 
 
-def quoted_dir(run: History) -> str:
+def shell_quoted_dir(run: History) -> str:
     return shlex.quote(str(run.dir))
 
 
-def resume_command(run: History) -> str:
-    """Returns the command that continues a run to twice its steps."""
+def command_to_double_steps(run: History) -> str:
+    """Returns the command that resumes a run and doubles its number of steps."""
     num_steps = 2 * run.evals[-1]["step"]
-    return f"{command_line(run.settings)} --resume {quoted_dir(run)} --steps {num_steps}"
+    return (
+        f"{command_with_extras(run.settings)} --resume {shell_quoted_dir(run)} --steps {num_steps}"
+    )
 
 
-def comparison_command(
-    settings: dict[str, Any], run_dir: str, num_samples: int | None = None
+def command_to_evaluate_before_and_after(
+    settings: dict[str, Any], quoted_run_dir: str, num_samples: int | None = None
 ) -> str:
     """
-    Returns the command that evaluates a run before and after training, and compares both.
+    Returns the command that evaluates a run before and after training and compares the results.
 
-    The command writes the evaluations into the run's directory. run_dir: quoted for a shell.
+    The command writes both evaluations into the run's directory. If `evaluate.py` cannot load the
+    run's functions, returns an instruction instead of a command.
+
+    quoted_run_dir: the run's directory, quoted for the shell.
     """
-    if functions.names_functions_of_this_program(settings):
+    if functions.mentions_functions_of_this_program(settings):
         return (
-            "move the functions of the run into a file of their own; evaluate.py can only load "
-            "functions from files"
+            "move the functions that the run uses into a separate file, because evaluate.py can "
+            "load functions only from files"
         )
-    evaluate = f"{command_line(settings, 'evaluate.py')} --run {run_dir}"
+    evaluate = f"{command_with_extras(settings, 'evaluate.py')} --run {quoted_run_dir}"
     if num_samples is not None:
         evaluate += f" --samples {num_samples}"
     if settings.get("loss_type") == "sft":
         return f"{evaluate} --step 0 && {evaluate}"
-    before = f"{run_dir}/before.jsonl"
-    after = f"{run_dir}/after.jsonl"
-    compare = f"{command_line({}, 'report.py')} --compare {before} {after}"
+    before = f"{quoted_run_dir}/before.jsonl"
+    after = f"{quoted_run_dir}/after.jsonl"
+    compare = f"{command_with_extras({}, 'report.py')} --compare {before} {after}"
     return f"{evaluate} --out {before} --step 0 && {evaluate} --out {after} && {compare}"

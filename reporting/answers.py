@@ -1,10 +1,9 @@
 """
-Compares evaluations of the same problems: files that `evaluate.py --out` wrote, and the newest
-evaluations of runs.
+Compares two or more evaluations of the same problems, from `evaluate.py --out` or from runs.
 
-The differences from the first evaluation are paired, problem by problem. So if a model was fused,
-quantized or put on a server, the difference shows only the effect of that, and not which problems
-were drawn. This file does not compute the difference itself (difference.py).
+Each evaluation is compared with the first one, problem by problem. For example, the comparison
+shows how much quantizing a model changes its answers, regardless of which problems were drawn. This
+file does not compute the differences themselves (difference.py).
 """
 
 from pathlib import Path
@@ -13,20 +12,20 @@ from typing import Any
 import numpy as np
 
 from disk.run_files import read_log
-from disk.statistics import half_width
+from disk.statistics import confidence_half_width
 from flags import escape_invisible
 from reporting import difference
 from text.documents import read_json
 
 HEAD = ["", "problems", "sampled", "difference", "greedy", "difference", "same greedy text"]
-Answers = dict[str, dict[str, Any]]  # the records of an evaluation, by problem
+Answers = dict[str, dict[str, Any]]  # the records of one evaluation; each key names a problem
 
 
-def load_answers(path: str) -> Answers:
+def load_answers_of_file_or_run(path: str) -> Answers:
     """
-    Loads the records of a file that `evaluate.py --out` wrote, or of a run's newest evaluation.
+    Loads the answers in a file that `evaluate.py --out` wrote, or a run's newest held-out answers.
 
-    Raises ValueError for anything else.
+    Raises ValueError if `path` is neither such a file nor the directory of a run.
     """
     try:
         if Path(path).is_dir():
@@ -39,23 +38,23 @@ def load_answers(path: str) -> Answers:
     except (OSError, ValueError, LookupError, TypeError) as error:
         if not Path(path).exists():
             raise ValueError(
-                f"{path} does not exist; give a file of evaluate.py --out, or a run"
+                f"{path} does not exist; give a file written by evaluate.py --out, or a run"
             ) from error
         raise ValueError(
-            f"{path} contains no answers; give a file of evaluate.py --out, or a run"
+            f"{path} contains no answers; give a file written by evaluate.py --out, or a run"
         ) from error
 
 
-def figure_name(answers: Answers) -> str:
-    """Returns the name of the values: right answers, or the score by the rewards listed."""
+def describe_measure(answers: Answers) -> str:
+    """Returns "right answers", or "the score by" and the names of the rewards that give a score."""
     record = next(iter(answers.values()), {})
     if "reward" in record:
         return "right answers"
     return f"the score by {', '.join(sorted(record.get('rewards', ())))}"
 
 
-def greedy_values(answers: Answers) -> difference.Values:
-    """Returns the value of each problem's greedy answer, and leaves out unreadable values."""
+def greedy_value_by_problem(answers: Answers) -> difference.ValueByProblem:
+    """Returns the value of each problem's greedy answer, without the values that are unreadable."""
     return {
         problem: record["greedy_value"]
         for problem, record in answers.items()
@@ -63,68 +62,75 @@ def greedy_values(answers: Answers) -> difference.Values:
     }
 
 
-def compare_answers(paths: list[str]) -> list[list[str]]:
+def make_answer_comparison_table(paths: list[str]) -> list[list[str]]:
     """
-    Returns the rows of a table: `HEAD`, and a row for each evaluation.
+    Returns the rows of a table, which are the column names and one row per evaluation.
 
-    A row has the evaluation's differences from the first evaluation.
+    Each row shows how much an evaluation differs from the first evaluation.
 
-    Raises ValueError if evaluations share no problem or have different figures.
+    Raises ValueError if an evaluation shares no problem with the first one, or if their values have
+    different meanings.
     """
-    evaluations = [load_answers(path) for path in paths]
+    evaluations = [load_answers_of_file_or_run(path) for path in paths]
     first = evaluations[0]
     rows = [HEAD]
     for path, answers in zip(paths, evaluations, strict=True):
-        check_comparable(paths[0], first, path, answers)
-        first_means = difference.mean_by_problem(first)
-        means = difference.mean_by_problem(answers)
-        samples = min(map(difference.num_readable_samples, (first, answers)))
+        check_shared_problems_and_measure(paths[0], first, path, answers)
+        first_means = difference.mean_value_by_problem(first)
+        means = difference.mean_value_by_problem(answers)
+        samples = min(map(difference.fewest_readable_samples, (first, answers)))
         row = [escape_invisible(Path(path).name), str(len(answers))]
 
-        row.append(format_mean(means))
-        row.append("" if answers is first else format_difference(first_means, means, samples))
+        row.append(format_mean_with_interval(means))
+        row.append(
+            "" if answers is first else format_paired_difference(first_means, means, samples)
+        )
 
-        first_greedy = greedy_values(first)
-        greedy = greedy_values(answers)
-        row.append(format_mean(greedy))
-        row.append("" if answers is first else format_difference(first_greedy, greedy, 1))
+        first_greedy = greedy_value_by_problem(first)
+        greedy = greedy_value_by_problem(answers)
+        row.append(format_mean_with_interval(greedy))
+        row.append("" if answers is first else format_paired_difference(first_greedy, greedy, 1))
 
-        row.append("" if answers is first else count_equal_greedy(first, answers))
+        row.append("" if answers is first else format_num_equal_greedy_texts(first, answers))
         rows.append(row)
     return rows
 
 
-def check_comparable(first_path: str, first: Answers, path: str, answers: Answers) -> None:
+def check_shared_problems_and_measure(
+    first_path: str, first: Answers, path: str, answers: Answers
+) -> None:
     if not first.keys() & answers.keys():
         raise ValueError(
-            f"{path} and {first_path} have no problem in common; evaluate both on the same problems"
+            f"{path} and {first_path} have no problem in common; evaluate both on the same data"
         )
-    figure = figure_name(answers)
-    first_figure = figure_name(first)
+    figure = describe_measure(answers)
+    first_figure = describe_measure(first)
     if figure != first_figure:
         raise ValueError(
-            f"{path} contains {figure} and {first_path} contains {first_figure}, which cannot be "
+            f"{path} measures {figure} but {first_path} measures {first_figure}, so they cannot be "
             "compared; evaluate both with the same --verifier and --reward"
         )
 
 
-def format_mean(values: difference.Values) -> str:
-    """Returns the mean and half its 95% interval, as "0.475 \u00b1 0.043"; "-" for no values."""
+def format_mean_with_interval(values: difference.ValueByProblem) -> str:
+    """Returns a mean and half the width of its 95% interval, or "-" if there are no values."""
     if not values:
         return "-"
     array = np.array(list(values.values()))
-    half = half_width(array)
+    half = confidence_half_width(array)
     text = f"{array.mean():.3f}"
     return f"{text} \u00b1 {half:.3f}" if half else text
 
 
-def format_difference(before: difference.Values, after: difference.Values, samples: int) -> str:
+def format_paired_difference(
+    before: difference.ValueByProblem, after: difference.ValueByProblem, num_samples: int
+) -> str:
     """
-    Returns the paired difference with its reach and outcome; "" for fewer than two shared problems.
+    Returns the paired difference with its error and outcome, or "" for fewer than two problems.
 
-    The reach is the distance to the farther end of the interval.
+    The error is the distance from the difference to the farther end of its 95% interval.
     """
-    change = difference.paired_difference(before, after, samples=samples)
+    change = difference.paired_difference(before, after, samples_per_value=num_samples)
     if not change:
         return ""
     reach = max(change.mean - change.low, change.high - change.mean)
@@ -135,8 +141,8 @@ def format_difference(before: difference.Values, after: difference.Values, sampl
     return text
 
 
-def count_equal_greedy(first: Answers, answers: Answers) -> str:
-    """Returns how many of the shared problems have the same greedy text, as "3 of 8"."""
+def format_num_equal_greedy_texts(first: Answers, answers: Answers) -> str:
+    """Returns the number of shared problems with equal greedy answers, in the form "3 of 8"."""
     shared = first.keys() & answers.keys()
     num_equal = sum(
         first[problem]["greedy"].strip() == answers[problem]["greedy"].strip() for problem in shared

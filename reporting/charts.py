@@ -1,11 +1,11 @@
 """
-Turns a run's curves into charts: places every point, band and label, which
-templates/report.html.j2 then draws as SVG.
+Computes where the charts of a run's page show each point, band and label.
 
-Coordinates lie within a chart of WIDTH by HEIGHT, and the page scales them. This file does not
-cover reading a run (history.py) or the rest of the page (page.py).
+templates/report.html.j2 draws the charts as SVG. A chart is WIDTH by HEIGHT units in size, and the
+browser scales it to the page. This file does not cover reading a run (history.py) or the rest of
+the page (page.py).
 
-Axes: n points of a curve.
+Axes: n, the points of a curve.
 """
 
 import functools
@@ -21,121 +21,136 @@ from text.printable import escape_invisible
 
 WIDTH = 360
 HEIGHT = 170
-LEFT = 52  # margins around the plot
+# ---- the margins around the plot
+LEFT = 52
 RIGHT = 8
 TOP = 8
 BOTTOM = 20
-MOST_POINTS = 400  # points of a curve; in a longer curve, each point is the mean of several steps
+
+MOST_POINTS = 400  # the most points of a curve; a longer curve shows means over several steps
 NUM_COLOURS = 8
 NUM_DASHES = 4
 PHASES = ("rollout", "reward", "judge", "ref", "teacher", "update", "other")
 REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s")
-# The charts that show every metric with a prefix.
+
+# the prefix of the metrics that a chart shows, by the chart's title
 PREFIXES = {"Reward by component": "reward/", "Logged by rewards": "metric/"}
 
 
 class Curve(NamedTuple):
-    """Values over steps, with a band."""
+    """A line over the steps of a run, with a band around it."""
 
     label: str
-    rows: np.ndarray  # (4, n): steps, values, lower and upper ends of the band
-    setting: int  # the setting's index
-    place: int  # the curve's index among the curves of its setting
-    is_dotted: bool = False  # whether the curve has few values, each marked with a dot
+    rows: np.ndarray  # (4, n): steps, values, and the lower and upper ends of the band
+    group_index: int  # the index of the seed group whose curve this is
+    index_in_group: int  # the curve's index among the curves of its seed group in this chart
+    is_dotted: bool = False  # whether each point of the curve is marked with a dot
 
 
-class Chart(NamedTuple):
+class ChartDefinition(NamedTuple):
     title: str
     note: str
-    keys: dict[str, str]  # label by metric; empty if the metrics depend on the run
+    keys: dict[str, str]  # the label of each metric; empty if the metrics depend on the run
 
 
 CHARTS = [
-    Chart(
+    ChartDefinition(
         "Held-out",
-        "quality of answers to problems that are never trained on; the band is the 95% interval",
+        "how good the answers to held-out problems are; the band is the 95% interval",
         {},
     ),
-    Chart(
+    ChartDefinition(
         "Loss",
-        "of --loss-type sft, nats a token; a lower loss means likelier replies",
+        "in nats per token, with --loss-type sft; lower means that replies are more likely",
         {"loss": "training"},
     ),
-    Chart(
+    ChartDefinition(
         "Reward",
-        "the mean reward of training answers; the band is the mean deviation within groups",
+        "the mean reward of training answers; the band is the standard deviation within groups",
         {"reward/mean": "reward"},
     ),
-    Chart(
+    ChartDefinition(
         "Length",
-        "tokens of an answer; a jump means that length is rewarded",
+        "the mean number of tokens in an answer; a jump means that length is rewarded",
         {"completion/mean_tokens": "tokens"},
     ),
-    Chart(
+    ChartDefinition(
         "Groups without signal",
-        "fraction of prompts whose answers all have the same reward",
+        "the fraction of prompts whose answers all get the same reward",
         {"reward/zero_std_frac": "no signal"},
     ),
-    Chart("Reward by component", "each component before weighting", {}),
-    Chart("Logged by rewards", "mean of the values that rewards pass to log_metric", {}),
-    Chart(
+    ChartDefinition("Reward by component", "each component before weighting", {}),
+    ChartDefinition("Logged by rewards", "the mean of each value that a reward function logs", {}),
+    ChartDefinition(
         "Truncated",
-        "fraction of answers cut off at the longest length",
+        "the fraction of answers that are cut off at the length limit",
         {"completion/truncated_frac": "truncated"},
     ),
-    Chart("Entropy", "nats a token; how much the model still tries", {"entropy": "entropy"}),
-    Chart(
+    ChartDefinition(
+        "Entropy", "in nats per token; how varied the answers still are", {"entropy": "entropy"}
+    ),
+    ChartDefinition(
         "KL to the model before training",
-        "nats a token; how far the model has moved",
+        "in nats per token; how far training has moved the model",
         {"kl": "training", "eval/kl": "held-out", "update/kl": "one update"},
     ),
-    Chart("Divergence from the teacher", "nats a token", {"distill/kl": "training"}),
-    Chart("Clipped", "fraction of tokens whose ratio was clipped", {"clip_frac": "clipped"}),
-    Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
-    Chart(
+    ChartDefinition("Divergence from the teacher", "in nats per token", {"distill/kl": "training"}),
+    ChartDefinition(
+        "Clipped",
+        "the fraction of tokens whose probability ratio was clipped",
+        {"clip_frac": "clipped"},
+    ),
+    ChartDefinition("Gradient norm", "before clipping", {"grad_norm": "norm"}),
+    ChartDefinition(
         "Sampler and trainer",
-        "mean difference of log-probabilities",
+        "the mean difference between the two log-probabilities of a sampled token",
         {"mismatch/logprob_abs_mean": "difference"},
     ),
-    Chart("Unreadable", "fraction of the judge's scores", {"judge/unparsed_frac": "unreadable"}),
-    Chart(
+    ChartDefinition(
+        "Unreadable",
+        "the fraction of the judge's scores that could not be read",
+        {"judge/unparsed_frac": "unreadable"},
+    ),
+    ChartDefinition(
         "Seconds",
-        "of a step by phase, without its evaluation",
+        "the duration of each phase of a step, without evaluations",
         {f"{phase}/s": phase for phase in PHASES},
     ),
-    Chart("Memory", "peak, GB", {"mem/peak_gb": "peak"}),
+    ChartDefinition("Memory", "the peak, in GB", {"mem/peak_gb": "peak"}),
 ]
-MAIN = [chart.title for chart in CHARTS[:5]]  # charts that a beginner can read
+MAIN = [chart.title for chart in CHARTS[:5]]  # the charts that a beginner can understand
 
 
-def make_charts(settings: list[SeedGroup]) -> list[dict[str, Any]]:
-    """Returns every chart that has a value to show."""
-    has_seeds = any(len(setting.runs) > 1 for setting in settings)
+def make_charts(seed_groups: list[SeedGroup]) -> list[dict[str, Any]]:
+    """Returns all charts that have at least one value to show, ready for the template."""
+    has_seeds = any(len(group.runs) > 1 for group in seed_groups)
     charts = []
     for chart in CHARTS:
         curves = []
-        for number, setting in enumerate(settings):
-            for curve in make_seed_curves(setting, number, chart):
+        for index, group in enumerate(seed_groups):
+            for curve in average_curves_over_seeds(group, index, chart):
                 if chart.title in MAIN or curve.rows[3].any():
                     curves.append(curve)
         note = chart.note
         if has_seeds:
-            note += "; mean over seeds, from the lowest to the highest"
+            note += "; with several seeds, the line shows the mean, and the band shows the range"
         if curves:
-            charts.append(lay_out(settings, chart.title, note, curves))
+            charts.append(lay_out_chart(seed_groups, chart.title, note, curves))
     return charts
 
 
-def make_seed_curves(setting: SeedGroup, number: int, chart: Chart) -> Iterator[Curve]:
+def average_curves_over_seeds(
+    seed_group: SeedGroup, group_index: int, chart: ChartDefinition
+) -> Iterator[Curve]:
     """
-    Yields a setting's curves in one chart.
+    Yields the curves of a seed group in one chart.
 
-    With several seeds, a curve is their mean at the steps that all of them have. Its band reaches
-    from the lowest seed to the highest.
+    A group of several runs has the mean of the runs' curves, at the steps that all runs have, and a
+    band from the lowest run to the highest. A group of one run has the curve of that run.
     """
     by_label: dict[str, list[Curve]] = {}
-    for run in setting.runs:
-        for curve in make_run_curves(run, number, chart):
+    for run in seed_group.runs:
+        for curve in make_run_curves(run, group_index, chart):
             by_label.setdefault(curve.label, []).append(curve)
     for curves in by_label.values():
         if len(curves) == 1:
@@ -148,16 +163,16 @@ def make_seed_curves(setting: SeedGroup, number: int, chart: Chart) -> Iterator[
             yield curves[0]._replace(rows=rows)
 
 
-def make_run_curves(run: History, number: int, chart: Chart) -> Iterator[Curve]:
-    """Yields a run's curves in one chart, if they have values. number: the setting's index."""
-    # GRPO's loss says nothing about progress
+def make_run_curves(run: History, group_index: int, chart: ChartDefinition) -> Iterator[Curve]:
+    """Yields a run's curves in one chart, without the curves that have no value."""
+    # the value of GRPO's loss says nothing about the progress of training
     if chart.title == "Loss" and run.settings.get("loss_type") != "sft":
         return
     limits = (-math.inf, math.inf)
-    # an accuracy's interval lies between 0 and 1
-    if chart.title == "Held-out" and run.figure == "accuracy":
+    # the interval of an accuracy is cut to the range from 0 to 1
+    if chart.title == "Held-out" and run.figure_name == "accuracy":
         limits = (0.0, 1.0)
-    for place, (key, label) in enumerate(chart_labels(run, chart).items()):
+    for index_in_group, (key, label) in enumerate(label_by_metric(run, chart).items()):
         is_evaluation = key.startswith("eval/")
         if is_evaluation:
             band = f"{key}_ci95" if chart.title == "Held-out" else ""
@@ -168,14 +183,14 @@ def make_run_curves(run: History, number: int, chart: Chart) -> Iterator[Curve]:
             if record.get(key) is not None:
                 columns.append((record["step"], record[key], record.get(band) or 0.0))
         if columns:
-            rows = make_band(np.array(columns, float), limits)
-            yield Curve(label, rows, number, place, is_evaluation)
+            rows = add_band_and_thin(np.array(columns, float), limits)
+            yield Curve(label, rows, group_index, index_in_group, is_evaluation)
 
 
-def chart_labels(run: History, chart: Chart) -> dict[str, str]:
-    """Returns the labels of a run's metrics in a chart, by metric."""
+def label_by_metric(run: History, chart: ChartDefinition) -> dict[str, str]:
+    """Returns the metrics of a run that a chart shows, each with the label of its curve."""
     if chart.title == "Held-out":
-        return {f"eval/{name}": name for name in (run.figure, "greedy", "witness")}
+        return {f"eval/{name}": name for name in (run.figure_name, "greedy", "witness")}
     if chart.title not in PREFIXES:
         return chart.keys
 
@@ -190,16 +205,20 @@ def chart_labels(run: History, chart: Chart) -> dict[str, str]:
     return labels
 
 
-def make_band(columns: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
+def add_band_and_thin(
+    steps_values_half_widths: np.ndarray, band_limits: tuple[float, float]
+) -> np.ndarray:
     """
-    Returns the rows of a curve, thinned to MOST_POINTS.
+    Returns the steps, values, lower ends and upper ends of a curve's points, (4, n).
 
-    columns (n, 3): steps, values, half widths of the band. limits: the lowest and the
-    highest value that the band may have.
+    If there are more than MOST_POINTS points, neighbouring points are averaged.
+
+    steps_values_half_widths (n, 3): the step, the value and half the width of the band at each
+    point. band_limits: the lowest and highest values that the band may include.
     """
-    steps, values, reach = columns.T
-    low = np.clip(values - reach, *limits)
-    high = np.clip(values + reach, *limits)
+    steps, values, reach = steps_values_half_widths.T
+    low = np.clip(values - reach, *band_limits)
+    high = np.clip(values + reach, *band_limits)
     rows = np.stack([steps, values, low, high])
     size = math.ceil(len(steps) / MOST_POINTS)
     means = [rows[:, start : start + size].mean(1) for start in range(0, len(steps), size)]
@@ -207,84 +226,85 @@ def make_band(columns: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
 
 
 class Scale(NamedTuple):
-    """Turns steps and values into coordinates of the chart."""
+    """Converts steps and values to coordinates in a chart."""
 
     last_step: float
     ticks: list[float]
 
-    def x(self, step: float) -> str:
+    def x_coordinate(self, step: float) -> str:
         x = LEFT + step / self.last_step * (WIDTH - LEFT - RIGHT)
         return f"{x:.1f}"
 
-    def y(self, value: float) -> str:
+    def y_coordinate(self, value: float) -> str:
         lowest = self.ticks[0]
         highest = self.ticks[-1]
         y = TOP + (highest - value) / (highest - lowest) * (HEIGHT - TOP - BOTTOM)
         return f"{y:.1f}"
 
-    def points(self, steps: np.ndarray, values: np.ndarray) -> list[str]:
+    def svg_points(self, steps: np.ndarray, values: np.ndarray) -> list[str]:
         return [
-            f"{self.x(step)},{self.y(value)}" for step, value in zip(steps, values, strict=True)
+            f"{self.x_coordinate(step)},{self.y_coordinate(value)}"
+            for step, value in zip(steps, values, strict=True)
         ]
 
 
-def lay_out(
-    settings: list[SeedGroup], title: str, note: str, curves: list[Curve]
+def lay_out_chart(
+    seed_groups: list[SeedGroup], title: str, note: str, curves: list[Curve]
 ) -> dict[str, Any]:
-    """Returns a chart in the form that the template draws."""
+    """Returns the coordinates and texts with which the template draws a chart."""
     last_step = max(curve.rows[0, -1] for curve in curves) or 1.0
     lowest = min(curve.rows[2].min() for curve in curves)
     highest = max(curve.rows[3].max() for curve in curves)
-    ticks = nice_ticks(lowest, highest)
+    ticks = round_axis_ticks(lowest, highest)
     scale = Scale(last_step, ticks)
 
     marks = []
-    for warning in settings[0].runs[0].warnings:
+    for warning in seed_groups[0].runs[0].warnings:
         if warning["step"] <= last_step:
-            marks.append(warning | {"x": scale.x(warning["step"])})
-    x_ticks = [step for step in nice_ticks(0.0, last_step) if step <= last_step]
+            marks.append(warning | {"x": scale.x_coordinate(warning["step"])})
+    x_ticks = [step for step in round_axis_ticks(0.0, last_step) if step <= last_step]
     return {
         "title": title,
         "note": note,
-        "series": [curve_coordinates(curve, settings, scale) for curve in curves],
+        "series": [lay_out_curve(curve, seed_groups, scale) for curve in curves],
         "marks": marks,
-        "x_ticks": [(scale.x(step), f"{step:g}") for step in x_ticks],
-        "y_ticks": [(scale.y(tick), f"{tick:g}") for tick in ticks],
+        "x_ticks": [(scale.x_coordinate(step), f"{step:g}") for step in x_ticks],
+        "y_ticks": [(scale.y_coordinate(tick), f"{tick:g}") for tick in ticks],
         "most": last_step,
     }
 
 
-def curve_coordinates(curve: Curve, settings: list[SeedGroup], scale: Scale) -> dict[str, Any]:
-    """Returns the coordinates of a curve's lines, band and dots, and its label and colour."""
+def lay_out_curve(curve: Curve, seed_groups: list[SeedGroup], scale: Scale) -> dict[str, Any]:
+    """Returns the coordinates of a curve's lines, band and dots, with its label and colour."""
     steps, values, low, high = curve.rows
-    # the smooth line is a moving mean over a tenth of the curve
+    # the smooth line is the moving mean over a tenth of the curve's points
     reach = len(steps) // 20
     means = []
     for index in range(len(steps)):
         window = values[max(0, index - reach) : index + reach + 1]
         means.append(window.mean())
     smoothed = np.array(means)
-    raw_points = scale.points(steps, values)
+    raw_points = scale.svg_points(steps, values)
     area = ""
     if (high > low).any():
-        upper_edge = scale.points(steps, high)
-        lower_edge = scale.points(steps, low)
+        upper_edge = scale.svg_points(steps, high)
+        lower_edge = scale.svg_points(steps, low)
         area = " ".join(upper_edge + lower_edge[::-1])
     dots = []
     if curve.is_dotted:
         dots = [tuple(point.split(",")) for point in raw_points]
 
-    # a colour stands for a curve, or for a setting if there are several settings
-    is_alone = len(settings) == 1
+    # each curve has its own colour; with several seed groups, each group has its own colour
+    is_alone = len(seed_groups) == 1
     label = curve.label
     if not is_alone:
-        label = f"{escape_invisible(settings[curve.setting].name)}: {label}"
+        label = f"{escape_invisible(seed_groups[curve.group_index].name)}: {label}"
     return {
         "label": label,
-        "colour": (curve.place if is_alone else curve.setting) % NUM_COLOURS,
-        "dash": 0 if is_alone else curve.place % NUM_DASHES,
+        "colour": (curve.index_in_group if is_alone else curve.group_index) % NUM_COLOURS,
+        "dash": 0 if is_alone else curve.index_in_group % NUM_DASHES,
         "raw": " ".join(raw_points),
-        "smooth": " ".join(scale.points(steps, smoothed)),
+        "smooth": " ".join(scale.svg_points(steps, smoothed)),
         "area": area,
         "dots": dots,
         "x": steps.tolist(),
@@ -292,9 +312,9 @@ def curve_coordinates(curve: Curve, settings: list[SeedGroup], scale: Scale) -> 
     }
 
 
-def nice_ticks(low: float, high: float) -> list[float]:
-    """Returns three to six round numbers that enclose `low` and `high`."""
-    # a smaller span is only rounding, and would give a single tick
+def round_axis_ticks(low: float, high: float) -> list[float]:
+    """Returns three to six evenly spaced round numbers from at most `low` to at least `high`."""
+    # a smaller span is due to rounding, and would result in a single tick
     least_span = max(abs(low), abs(high)) / 1000
     span = max(high - low, least_span) or 1.0
     size = 10.0 ** math.floor(math.log10(span / 3))

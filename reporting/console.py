@@ -1,9 +1,8 @@
 """
-Prints a run's output: lines that scroll and, in a terminal only, one live line below them with the
-current phase, the speed and the time left.
+Prints lines of a run in the terminal, above one live line with the phase, speed and time left.
 
-This file does not cover which lines a run prints (journal.py) or how lines wrap
-(machine/alive.py).
+The live line appears only if the output is a terminal. This file does not cover which lines a run
+prints (journal.py) or how long lines are wrapped (machine/alive.py).
 """
 
 import sys
@@ -28,14 +27,15 @@ PHASES = {
 
 def print_line(line: str, file: TextIO | None = None) -> None:
     """
-    Prints a line above the live line, and flushes.
+    Prints a line above the live line and flushes the file.
 
-    The line is made safe to show and is wrapped to the width of the terminal.
+    Secrets in the line are redacted, invisible characters are escaped, and the line is wrapped to
+    the width of the terminal.
     """
     file = sys.stdout if file is None else file
     tqdm.write(alive.wrap_for_terminal(make_printable(line), file), file=file)
     file.flush()
-    alive.note_printed()
+    alive.record_print_time()
 
 
 def print_warning(line: str) -> None:
@@ -45,8 +45,8 @@ def print_warning(line: str) -> None:
 # ---- the lines
 
 
-def console_columns(config: Config) -> str:
-    """Returns a line that names the figures of a step's line, which has no room for names."""
+def name_console_columns(config: Config) -> str:
+    """Returns a line with the names of the columns that each step's line shows."""
     if config.objective.loss_type == "sft":
         return "columns: step, loss, seconds, tokens/s trained"
     columns = "columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained"
@@ -55,16 +55,16 @@ def console_columns(config: Config) -> str:
     return columns
 
 
-def console_line(metrics: dict[str, Any], num_steps: int) -> str:
+def format_step_line(metrics: dict[str, Any], num_steps: int) -> str:
     """
-    Returns one step's line; `console_columns` names its figures.
+    Returns a line with a step's figures; `name_console_columns` returns the names of the figures.
 
-    nan stands for a loss that overflowed, or for rewards that nobody could read. Other people's
-    scripts parse the beginning of the line, so append at the end only.
+    A loss that overflowed is shown as nan, and so is the mean reward if no reward was readable.
+    Users' scripts parse the beginning of the line, so add new figures only at its end.
     """
     parts = [f"step {metrics['step']}/{num_steps}"]
     parts.append(f"loss {format_or_nan(metrics['loss'], 4)}")
-    is_sampled = metrics["rollout/tok_s"] is not None  # given replies are not sampled
+    is_sampled = metrics["rollout/tok_s"] is not None  # supervised fine-tuning samples nothing
     if is_sampled:
         parts.append(f"reward {format_or_nan(metrics['reward/mean'], 6)}")
     parts.append(f"{format_or_nan(metrics['step/s'], 1)}s")
@@ -88,7 +88,7 @@ def format_or_nan(value: float | None, decimals: int) -> str:
 
 
 class LiveLine(alive.Bar):
-    """Shows the steps done, the phase, the speed of the last step and the time left."""
+    """A progress bar with the steps done, the phase, the last step's speed and the time left."""
 
     speed = ""
 
@@ -98,7 +98,7 @@ class LiveLine(alive.Bar):
             total=num_steps, initial=step, unit="step", bar_format=form, dynamic_ncols=True
         )
 
-    def begin(self, phase: str) -> None:
+    def show_phase(self, phase: str) -> None:
         self.activity = PHASES.get(phase, phase)
         description = ""
         for part in (self.activity, self.speed):
@@ -106,17 +106,17 @@ class LiveLine(alive.Bar):
                 description += f"{part} | "
         self.set_description_str(description)
 
-    def note(self, step: dict[str, Any]) -> None:
+    def show_finished_step(self, step_metrics: dict[str, Any]) -> None:
         """
-        Notes that a step has ended.
+        Shows that a step has finished, and the speed of that step.
 
-        The clock starts with the run's first step, so that an evaluation before that step is not
-        counted.
+        The time left is estimated from the start of this process's first step, so that an
+        evaluation before that step does not count.
         """
         if self.n == self.start_n:
-            self.start_t = time.time() - step["step/s"]
-            self.begin_s = time.monotonic() - step["step/s"]
-        tokens_per_s = step["rollout/tok_s"] or step["train/tok_s"]
+            self.start_t = time.time() - step_metrics["step/s"]
+            self.begin_s = time.monotonic() - step_metrics["step/s"]
+        tokens_per_s = step_metrics["rollout/tok_s"] or step_metrics["train/tok_s"]
         self.speed = f"{tokens_per_s:,.0f} tok/s"
-        self.update(step["step"] - self.n)
-        self.begin(self.activity)
+        self.update(step_metrics["step"] - self.n)
+        self.show_phase(self.activity)

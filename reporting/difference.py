@@ -1,10 +1,11 @@
 """
-The difference between two evaluations of a run, with its 95% interval.
+Computes the difference between two evaluations of a run, with its 95% confidence interval.
 
-Both evaluations answer the same problems, so the difference is taken problem by problem. This file
-does not cover what the difference means for the run (verdict.py) or what to do next (advice.py).
+Both evaluations answer the same problems, so the difference is computed problem by problem. This
+file does not cover what the difference says about the run (verdict.py) or what to do next
+(advice.py).
 
-Axes: P held-out problems.
+Axes: P, the held-out problems.
 """
 
 import math
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from disk.statistics import student_t
+from disk.statistics import student_t_quantile
 from prompts.held_out import POWER
 from reporting.history import Answers, History
 
@@ -22,27 +23,28 @@ BETTER = "better"
 WORSE = "worse"
 SAME = "no change"
 FEW = "too few problems to tell"
-# A change is too small to matter if its interval lies within this fraction of the values' range.
+# A change counts as too small to matter if both ends of its interval are within this fraction of
+# the range of the values.
 MARGIN = 0.1
 
-Values = Mapping[Any, float]  # by problem
+ValueByProblem = Mapping[Any, float]
 
 
-class Change(NamedTuple):
-    """A mean difference with its 95% interval."""
+class MeanChange(NamedTuple):
+    """The mean difference between two evaluations, with its 95% confidence interval."""
 
     mean: float
     low: float
     high: float
-    num: int  # problems that both evaluations have
-    span: float  # the highest value minus the lowest
+    num: int  # the number of problems that both evaluations have
+    span: float  # the highest value minus the lowest, over both evaluations
 
     def __str__(self) -> str:
         return f"{self.mean:+.3f}, 95% interval {self.low:+.3f} to {self.high:+.3f}"
 
     @property
     def outcome(self) -> str:
-        """BETTER, WORSE, SAME or FEW."""
+        """BETTER or WORSE if the interval excludes 0, SAME if it is narrow, otherwise FEW."""
         if self.low > 0:
             return BETTER
         if self.high < 0:
@@ -51,34 +53,37 @@ class Change(NamedTuple):
         return SAME if largest_possible <= MARGIN * self.span else FEW
 
     @property
-    def num_needed(self) -> int:
+    def num_problems_needed(self) -> int:
         """
-        The number of problems that are needed to detect this difference in four of five cases.
+        The number of problems needed to detect a difference of this size with a power of 80%.
 
-        It is POWER s^2 / d^2 for a standard deviation s and this difference d. A smaller d than
-        MARGIN of the span counts as MARGIN of the span.
+        The number is POWER s^2 / d^2, where s is the standard deviation of the differences and d
+        is this difference, but at least MARGIN times the span.
         Source: Chow, Shao and Wang, Sample Size Calculations in Clinical Research, 3.1.
         """
-        half_width = (self.high - self.low) / 2
-        variance = self.num * (half_width / student_t(self.num - 1)) ** 2
+        confidence_half_width = (self.high - self.low) / 2
+        variance = self.num * (confidence_half_width / student_t_quantile(self.num - 1)) ** 2
         difference = max(abs(self.mean), MARGIN * self.span)
         return math.ceil(POWER * variance / difference**2)
 
 
-def is_better(change: Change | None) -> bool:
+def is_significantly_better(change: MeanChange | None) -> bool:
     return change is not None and change.outcome == BETTER
 
 
-def paired_difference(before: Values, after: Values, *, samples: int = 1) -> Change | None:
+def paired_difference(
+    before: ValueByProblem, after: ValueByProblem, *, samples_per_value: int = 1
+) -> MeanChange | None:
     """
-    Returns the mean of after - before over the problems that both have; None for fewer than two.
+    Returns the mean of after - before over the shared problems; None for fewer than two problems.
 
-    samples: how many samples of a problem each value averages.
+    samples_per_value: the number of samples that each value averages.
 
-    The interval is Student's t interval of P + 2 differences: one added problem rises by the whole
-    range of the values, and another falls by it. If the values are means of several samples, that
-    range is divided by sqrt(samples). So the interval has a width even if all differences are
-    equal. If all values are 0 or 1, it is the interval of Bonett and Price.
+    The interval is Student's t interval of P + 2 differences. One of the two added differences is
+    the whole range of the values, and the other is minus this range. If the values are means of
+    several samples, both added differences are divided by sqrt(samples). Thanks to the added
+    differences, the interval has a positive width even if all differences are equal. If all values
+    are 0 or 1, the interval equals that of Bonett and Price.
     Source: Bonett and Price, J. Educ. Behav. Stat. 37 (2012) 479; see Fagerland et al., Stat. Med.
     33 (2014) 2850.
     """
@@ -90,28 +95,30 @@ def paired_difference(before: Values, after: Values, *, samples: int = 1) -> Cha
     span = highest - lowest or 1.0
 
     differences = [new - old for old, new in pairs]
-    padding = span / samples**0.5
+    padding = span / samples_per_value**0.5
     padded = [*differences, padding, -padding]
     center = statistics.fmean(padded)
-    reach = student_t(len(pairs) + 1) * statistics.stdev(padded) / len(padded) ** 0.5
+    reach = student_t_quantile(len(pairs) + 1) * statistics.stdev(padded) / len(padded) ** 0.5
 
-    # values between 0 and 1 cannot differ by more than 1
+    # two values between 0 and 1 cannot differ by more than 1
     limit = 1.0 if lowest >= 0 and highest <= 1 else math.inf
     low = max(center - reach, -limit)
     high = min(center + reach, limit)
-    return Change(statistics.fmean(differences), low, high, len(pairs), span)
+    return MeanChange(statistics.fmean(differences), low, high, len(pairs), span)
 
 
-def loss_difference(first: dict[str, Any], last: dict[str, Any]) -> Change | None:
+def loss_decrease(
+    first_evaluation: dict[str, Any], last_evaluation: dict[str, Any]
+) -> MeanChange | None:
     """
-    Returns by how much the held-out loss fell between two evaluations of the same conversations.
+    Returns how much the held-out loss fell between two evaluations of the same conversations.
 
-    An evaluation has (nats, tokens) for each conversation. The interval is that of a ratio of two
-    sums, as for the loss itself. Returns None if there are fewer than two conversations, or if the
-    evaluations differ in their conversations.
+    An evaluation has a pair (nats, tokens) for each conversation. The decrease of the loss is a
+    ratio of two sums over the conversations, so its interval is computed as for a ratio. Returns
+    None if there are fewer than two conversations, or if the conversations are not the same.
     """
-    first_losses = np.reshape(first.get("eval/losses") or [], (-1, 2))
-    last_losses = np.reshape(last.get("eval/losses") or [], (-1, 2))
+    first_losses = np.reshape(first_evaluation.get("eval/losses") or [], (-1, 2))
+    last_losses = np.reshape(last_evaluation.get("eval/losses") or [], (-1, 2))
     first_nats, tokens = first_losses.T
     last_nats, last_tokens = last_losses.T
     num = len(tokens)
@@ -122,40 +129,41 @@ def loss_difference(first: dict[str, Any], last: dict[str, Any]) -> Change | Non
     mean = (first_nats - last_nats).sum() / total
     residuals = first_nats - last_nats - mean * tokens
     deviation = math.sqrt((residuals**2).sum() * num / (num - 1))
-    reach = student_t(num - 1) * deviation / total
-    return Change(mean, mean - reach, mean + reach, num, 1.0)
+    reach = student_t_quantile(num - 1) * deviation / total
+    return MeanChange(mean, mean - reach, mean + reach, num, 1.0)
 
 
-def change_between(run: History, first: dict[str, Any], last: dict[str, Any]) -> Change | None:
+def held_out_change(run: History, first: dict[str, Any], last: dict[str, Any]) -> MeanChange | None:
     """
-    Returns the change from one evaluation to a later one; above 0 means better.
+    Returns how much a run's held-out figure improved from one evaluation to a later one.
 
-    Returns None if an evaluation has no figure (no score was readable, or the data changed), or if
-    they share fewer than two problems.
+    A positive change means that the run improved. Returns None if either evaluation lacks the
+    figure, because no score was readable or the data changed. Also returns None if the evaluations
+    share fewer than two problems.
     """
-    key = f"eval/{run.figure}"
+    key = f"eval/{run.figure_name}"
     if first.get(key) is None or last.get(key) is None:
         return None
-    if run.figure == "loss":
-        return loss_difference(first, last)
-    before = mean_by_problem(run.answers.get(first["step"], {}))
-    after = mean_by_problem(run.answers.get(last["step"], {}))
-    return paired_difference(before, after)  # an evaluation has one sample of each problem
+    if run.figure_name == "loss":
+        return loss_decrease(first, last)
+    before = mean_value_by_problem(run.answers_by_step.get(first["step"], {}))
+    after = mean_value_by_problem(run.answers_by_step.get(last["step"], {}))
+    return paired_difference(before, after)  # a run's evaluations sample each problem once
 
 
-def best_evaluation(run: History) -> dict[str, Any] | None:
+def earliest_unbeaten_evaluation(run: History) -> dict[str, Any] | None:
     """
-    Returns the earliest evaluation that no later one beats significantly.
+    Returns the earliest evaluation that no later evaluation beats significantly.
 
-    If the figure is a loss, returns the evaluation with the lowest loss. Returns None if
+    If the held-out figure is a loss, returns the evaluation with the lowest loss. Returns None if
     no evaluation has a figure.
     """
     evaluations = run.evals_with_figure
-    if run.figure == "loss":
+    if run.figure_name == "loss":
         return min(evaluations, key=lambda evaluation: evaluation["eval/loss"], default=None)
     best = None
     for evaluation in evaluations:
-        if best is None or is_better(change_between(run, best, evaluation)):
+        if best is None or is_significantly_better(held_out_change(run, best, evaluation)):
             best = evaluation
     return best
 
@@ -163,8 +171,8 @@ def best_evaluation(run: History) -> dict[str, Any] | None:
 # ---- values by problem
 
 
-def mean_by_problem(answers: Mapping[Any, dict[str, Any]]) -> Values:
-    """Returns the mean of each problem's readable samples."""
+def mean_value_by_problem(answers: Mapping[Any, dict[str, Any]]) -> ValueByProblem:
+    """Returns the mean value of each problem's samples, without the unreadable values."""
     means = {}
     for problem, record in answers.items():
         readable = [value for value in record["values"] if value is not None]
@@ -173,8 +181,8 @@ def mean_by_problem(answers: Mapping[Any, dict[str, Any]]) -> Values:
     return means
 
 
-def num_readable_samples(answers: Mapping[Any, dict[str, Any]]) -> int:
-    """Returns the fewest readable samples of a problem, among the problems that have any."""
+def fewest_readable_samples(answers: Mapping[Any, dict[str, Any]]) -> int:
+    """Returns the smallest number of readable samples of any problem that has readable samples."""
     counts = []
     for record in answers.values():
         count = sum(value is not None for value in record["values"])
@@ -183,11 +191,13 @@ def num_readable_samples(answers: Mapping[Any, dict[str, Any]]) -> int:
     return min(counts, default=1)
 
 
-def first_answer_rewards(answers: Answers, component: str | None = None) -> Values:
+def first_sample_reward_by_problem(
+    answers: Answers, component: str | None = None
+) -> ValueByProblem:
     """
-    Returns the reward of each problem's first answer, and leaves out unreadable rewards.
+    Returns the reward of each problem's first sampled answer, without the unreadable rewards.
 
-    component: the name of a reward component; None means the whole reward.
+    component: the name of a component of the reward; None stands for the total reward.
     """
     rewards = {}
     for problem, record in answers.items():
@@ -200,8 +210,8 @@ def first_answer_rewards(answers: Answers, component: str | None = None) -> Valu
     return rewards
 
 
-def greedy_values(answers: Answers) -> Values:
-    """Returns the value of each problem's greedy answer, and leaves out unreadable values."""
+def greedy_value_by_problem(answers: Answers) -> ValueByProblem:
+    """Returns the value of each problem's greedy answer, without the unreadable values."""
     values = {}
     for problem, record in answers.items():
         value = record.get("greedy_value")

@@ -1,9 +1,9 @@
 """
-Diagnoses a run from its own figures: each symptom gives a warning that suggests what to try.
+Looks for signs of trouble in a run's metrics, and returns warnings that suggest what to try.
 
-The functions take records and return warnings. The records are those of `metrics.jsonl`, so a
-resumed run gets the same warnings as an uninterrupted one. This file does not cover unreadable
-scores, about which the judge itself warns (judging/rubrics.py), or held-out figures (verdict.py).
+All functions take the records of `metrics.jsonl`, so a resumed run gets the same warnings as an
+uninterrupted run. This file does not cover unreadable judge scores (judging/rubrics.py) or
+held-out figures (verdict.py).
 """
 
 import statistics
@@ -16,20 +16,23 @@ Records = Sequence[dict[str, Any]]
 
 TRUNCATED = "completion/truncated_frac"
 EVAL_TRUNCATED = "eval/truncated_frac"
-CONTROL = "completion/control_frac/"  # the prefix of the metrics of control tokens
-FEW = 5  # steps to average, so that one odd step triggers nothing
-MOST_OVER_CAP = 0.01  # fraction of the tokens whose mismatch exceeds the cap
-MOST_CONTROL = 0.1  # fraction of completions that contain one control token
-LEAST_ENTROPY = 0.1  # fraction of the entropy of the first steps
-STILL = 10  # updates in a row that move nothing
-LEAST_KL = 1e-6  # nats a token per update; the demo has 2e-3, and 1e-8 at a 400th of its rate
-SLOWER = 3.0  # factor over the usual seconds a token
-IN_A_ROW = 3  # slow steps
+CONTROL = "completion/control_frac/"  # the prefix of the metrics about control tokens
+FEW = 5  # the number of steps to average, so that a single odd step does not cause a warning
+MOST_OVER_CAP = 0.01  # the largest normal fraction of tokens whose mismatch exceeds the cap
+MOST_CONTROL = 0.1  # the largest normal fraction of completions that contain one control token
+LEAST_ENTROPY = 0.1  # the smallest normal entropy, as a fraction of the entropy at the start
+STILL = 10  # a warning needs this many updates in a row that change nothing
+
+# The least KL divergence of an update that changes something, in nats per token. An update of the
+# demo has a KL divergence of 2e-3, or of 1e-8 at 1/400 of the demo's learning rate.
+LEAST_KL = 1e-6
+SLOWER = 3.0  # a slow step takes more than this many times the usual seconds per token
+IN_A_ROW = 3  # a warning needs this many slow steps in a row
 
 
-class Finding(NamedTuple):
+class RunWarning(NamedTuple):
     name: str
-    text: str  # the symptom and what to try, without the last full stop
+    text: str  # describes the problem and what to try, without a final full stop
 
 
 def find_symptoms(
@@ -37,47 +40,49 @@ def find_symptoms(
     has_gained: bool,
     evaluations: Records = (),
     settings: Mapping[str, Any] | None = None,
-) -> list[Finding]:
+) -> list[RunWarning]:
     """
-    Returns the symptoms that a run's steps and evaluations show; both are in order.
+    Returns a warning for each sign of trouble in a run's steps and evaluations.
 
-    A symptom that explains others comes before them. A missing figure is no symptom.
+    Warnings about causes come before warnings about their effects. A missing figure causes no
+    warning.
 
-    has_gained: see `Verdict`. settings: the run's settings.
+    steps, evaluations: the run's records in order. has_gained: see `Verdict`.
     """
     last = steps[-FEW:]
     is_early = len(steps) < FEW
     symptoms: dict[str, str] = {}
 
-    fractions = control_shares(last)
+    fractions = control_token_fractions(last)
     token = max(fractions, key=lambda name: fractions[name], default="")
     if fractions.get(token, 0.0) > MOST_CONTROL:
         symptoms["control token"] = (
             f"{fractions[token]:.0%} of the completions of the last {len(last)} steps contain the "
             f"control token {token!r}, which does not end a completion and is not shown in texts. "
-            f"If it should end them, start again with --end-tokens '{token}'. Otherwise look at "
-            "`ids` in rollouts.jsonl, and check that the model fits this chat template"
+            "If this token should end completions, start the run again with "
+            f"--end-tokens '{token}'. Otherwise look at `ids` in rollouts.jsonl, and check that "
+            "the model was trained with this chat template"
         )
 
-    cut_off = describe_cut_off(steps, evaluations, settings or {})
+    cut_off = advise_on_cut_off_answers(steps, evaluations, settings or {})
     if cut_off and "control token" not in symptoms:
         symptoms["truncated"] = cut_off
 
     num_groups = measured_values(last, "sampling/signal_groups")
     if len(num_groups) == FEW and not any(num_groups):
         symptoms["no signal"] = (
-            f"No group's rewards differed by more than noise, {FEW} steps in a row, so the model "
-            "learned nothing from them. Is the reward constant, or is every prompt too easy or too "
-            "hard? Try a reward that tells answers apart, other prompts, a higher --temp or more "
-            "--groups"
+            f"In the last {FEW} steps, the rewards within each group differed by no more than "
+            "noise, so the model learned nothing from them. Is the reward constant, or is every "
+            "prompt too easy or too hard? Try a reward that distinguishes better answers from "
+            "worse ones, other prompts, a higher --temp or more --groups"
         )
 
     num_calls = sum(measured_values(last, "tools/calls"))
     num_failures = sum(measured_values(last, "tools/failures"))
     if not is_early and num_failures > num_calls / 2:
         symptoms["tools fail"] = (
-            f"{num_failures:.0f} of {num_calls:.0f} tool calls failed in {FEW} steps. Look at "
-            "`tool_calls` in rollouts.jsonl for their errors"
+            f"{num_failures:.0f} of {num_calls:.0f} tool calls failed in the last {FEW} steps. "
+            "Read the error messages under `tool_calls` in rollouts.jsonl"
         )
 
     if len(steps) >= 2 * FEW and not has_gained:
@@ -85,15 +90,15 @@ def find_symptoms(
         if collapse:
             symptoms["entropy"] = collapse
 
-    # no learning rate fixes these two
+    # a higher learning rate would fix neither equal rewards nor a collapsed entropy
     has_other_cause = "no signal" in symptoms or "entropy" in symptoms
     moves = measured_values(steps[-STILL:], "update/kl")
     is_still = len(moves) == STILL and sum(map(abs, moves)) < STILL * LEAST_KL
     if is_still and not has_other_cause:
         symptoms["nothing moves"] = (
-            f"{STILL} updates in a row changed the answers by {sum(moves) / STILL:.1g} nats a "
-            "token, which is rounding. Try a --learning-rate ten times as high; recipes/ has usual "
-            "rates"
+            f"The last {STILL} updates changed the answers by only {sum(moves) / STILL:.1g} nats "
+            "per token on average, no more than rounding does. Try a --learning-rate ten "
+            "times as high; the files in recipes/ have typical rates"
         )
 
     slow = describe_slow_steps(steps)
@@ -103,18 +108,21 @@ def find_symptoms(
     fraction = mean_value(last, "mismatch/over_cap_frac") or 0.0
     if not is_early and fraction > MOST_OVER_CAP:
         symptoms["mismatch"] = (
-            f"For {fraction:.1%} of the tokens the trainer's probability exceeds the sampler's by "
-            "more than a factor of 3. Try GWEN_DTYPE=float32"
+            f"For {fraction:.1%} of the tokens, the trainer's probability is more than 3 times as "
+            "high as the sampler's. Set GWEN_DTYPE=float32 to compute more exactly"
         )
-    return [Finding(name, text) for name, text in symptoms.items()]
+    return [RunWarning(name, text) for name, text in symptoms.items()]
 
 
-def describe_cut_off(steps: Records, evaluations: Records, settings: Mapping[str, Any]) -> str:
+def advise_on_cut_off_answers(
+    steps: Records, evaluations: Records, settings: Mapping[str, Any]
+) -> str:
     """
-    Says that over half of the newest answers are cut off, and what to change; "" if they are not.
+    Returns a warning that over half of the newest answers are cut off, and what to change.
 
-    The first step shows this, and so does an evaluation before it. Answers that never end teach the
-    model nothing, and then no other figure means much.
+    Returns "" if fewer answers are cut off. The warning can appear after the first step, or even
+    after an evaluation before the first step. Answers that never end teach the model nothing, and
+    make all other figures meaningless.
     """
     newest = mean_value(steps[-FEW:], TRUNCATED) or 0.0
     last_step = steps[-1].get("step", 0) if steps else 0
@@ -123,32 +131,32 @@ def describe_cut_off(steps: Records, evaluations: Records, settings: Mapping[str
 
     first = measured_values(steps[:1], TRUNCATED)
     first += measured_values(evaluations[:1], EVAL_TRUNCATED)
-    was_low = bool(first) and max(first) <= eval_record.MOST_CUT_OFF
-    if newest > eval_record.MOST_CUT_OFF and was_low:
-        limit = eval_record.token_limit(settings)
+    was_low = bool(first) and max(first) <= eval_record.MAX_CUT_OFF
+    if newest > eval_record.MAX_CUT_OFF and was_low:
+        limit = eval_record.token_limit_flags(settings)
         return (
-            f"{newest:.0%} of the answers are cut off at {limit}, {max(first):.0%} at first. Read "
-            "some in rollouts.jsonl: useful answers need a higher --max-tokens, babble needs a "
-            "lower --temp or --learning-rate"
+            f"{newest:.0%} of the answers are now cut off at {limit}, compared with "
+            f"{max(first):.0%} at the start. Read some of them in rollouts.jsonl: if the answers "
+            "are useful, raise --max-tokens; if they are babble, lower --temp or --learning-rate"
         )
-    return eval_record.cut_off_message(newest, settings)
+    return eval_record.cut_off_warning(newest, settings)
 
 
 def describe_entropy_collapse(steps: Records) -> str:
-    """Says that the entropy fell to a small part of its first value; "" if it did not."""
+    """Returns a warning if the entropy fell to a small fraction of its first value, else ""."""
     first = mean_value(steps[:FEW], "entropy")
     newest = mean_value(steps[-FEW:], "entropy")
     if first is None or newest is None or newest >= LEAST_ENTROPY * first:
         return ""
     return (
-        f"The entropy fell from {first:.3f} to {newest:.3f} nats a token: the policy hardly tries "
-        "anything new. Try a lower --learning-rate, --epsilon-high 0.28 or a higher --temp"
+        f"The entropy fell from {first:.3f} to {newest:.3f} nats per token, so the model hardly "
+        "tries anything new. Try a lower --learning-rate, --epsilon-high 0.28 or a higher --temp"
     )
 
 
 def describe_slow_steps(steps: Records) -> str:
-    """Says that the last steps took much longer a token than earlier ones; "" if they did not."""
-    paces = []  # the seconds of each step, divided by the tokens of its mean completion
+    """Returns a warning if the last steps took much longer per token than usual, else ""."""
+    paces = []  # for each step, its seconds divided by the mean number of tokens per completion
     for step in steps:
         if step.get("step/s"):
             paces.append(step["step/s"] / (step.get("completion/mean_tokens") or 1))
@@ -158,13 +166,14 @@ def describe_slow_steps(steps: Records) -> str:
     if factor <= SLOWER:
         return ""
     return (
-        f"The last {IN_A_ROW} steps took {factor:.1f} times as long a token as usual. The machine "
-        "may lack memory, be hot or save power; docs/memory.md says what to lower"
+        f"Each of the last {IN_A_ROW} steps took at least {factor:.1f} times as long per token as "
+        "usual. The machine may be short of memory, be too hot or be saving power; docs/memory.md "
+        "lists the settings that save memory"
     )
 
 
-def control_shares(records: Records) -> dict[str, float]:
-    """Returns the mean fraction of completions with each control token."""
+def control_token_fractions(records: Records) -> dict[str, float]:
+    """Returns the mean fraction of completions that contain each control token, by token."""
     names = {key for record in records for key in record if key.startswith(CONTROL)}
     fractions = {}
     for name in sorted(names):
@@ -177,7 +186,7 @@ def control_shares(records: Records) -> dict[str, float]:
 
 
 def measured_values(records: Records, key: str) -> list[float]:
-    """Returns the values under `key`, and leaves out records that lack it or have null."""
+    """Returns the values of a key, without the records in which the key is missing or null."""
     return [record[key] for record in records if record.get(key) is not None]
 
 

@@ -1,8 +1,9 @@
 """
-Reads a run back: its records so far, the figures of its headline, and texts that are safe to show.
+Reads a run's records and main figures from its files, and makes the run's texts safe to show.
 
-Everything comes from the run's own files, so a run that is going on or was killed can be read too.
-This file does not cover conclusions (verdict.py) or several seeds (seeds.py).
+Everything comes from the run's own files, so a run that is still going on or was killed can be read
+too. This file does not cover the verdict on a run (verdict.py) or runs with several seeds
+(seeds.py).
 """
 
 import functools
@@ -13,23 +14,24 @@ from typing import Any
 
 from config import SETTINGS, Config
 from disk import run_files
-from disk.eval_record import format_with_interval
-from disk.hub import load_object
+from disk.eval_record import format_figure_with_interval
+from disk.files import load_json_object
 from disk.run_files import read_log
 from machine.alive import format_duration
 from reporting import health
 from reporting.health import Records
 from text.printable import escape_invisible
 
-MOST_TEXT = 20_000  # characters of one text; only both ends of a longer text are shown
-WORD = re.compile(r"\w+|\s+|[^\w\s]")  # a word, white space, or a sign
-# the records of one evaluation in `eval_answers.jsonl`, by problem
+MOST_TEXT = 20_000  # the most characters shown of one text; a longer text loses its middle
+WORD = re.compile(r"\w+|\s+|[^\w\s]")  # a word, white space, or a punctuation mark
+
+# The records of one evaluation in `eval_answers.jsonl`; each key is the number of a problem.
 Answers = dict[int, dict[str, Any]]
 
 
 @dataclass
 class History:
-    """What a run has written so far."""
+    """The settings and all records that a run has written so far."""
 
     dir: Path
     settings: dict[str, Any]
@@ -45,8 +47,8 @@ class History:
         return f"{path.parent.name}/{path.name}" if path.name.startswith("seed-") else path.name
 
     @functools.cached_property
-    def figure(self) -> str:
-        """The name of the held-out figure: "accuracy", "score" or "loss"."""
+    def figure_name(self) -> str:
+        """The name of the held-out figure, which is "accuracy", "score" or "loss"."""
         for name in ("accuracy", "score", "loss"):
             if any(f"eval/{name}" in record for record in self.evals):
                 return name
@@ -54,16 +56,16 @@ class History:
 
     @property
     def evals_with_figure(self) -> Records:
-        key = f"eval/{self.figure}"
+        key = f"eval/{self.figure_name}"
         return [record for record in self.evals if record.get(key) is not None]
 
     @functools.cached_property
-    def answers(self) -> dict[int, Answers]:
-        """Held-out answers by step and problem."""
-        answers: dict[int, Answers] = {}
+    def answers_by_step(self) -> dict[int, Answers]:
+        """The records of the held-out answers, by step and then by problem."""
+        answers_by_step: dict[int, Answers] = {}
         for record in read_log(self.dir / "eval_answers.jsonl"):
-            answers.setdefault(record["step"], {})[record["problem"]] = record
-        return answers
+            answers_by_step.setdefault(record["step"], {})[record["problem"]] = record
+        return answers_by_step
 
 
 # ---- reading a run
@@ -71,9 +73,9 @@ class History:
 
 def load_history(run: str | Path) -> History:
     """
-    Loads the records that the run in a directory has written.
+    Loads the settings and records of a run from its directory.
 
-    Raises ValueError if the directory holds no run.
+    Raises ValueError if the directory does not contain a run.
     """
     folder = Path(run)
     if not (folder / "config.yaml").is_file():
@@ -81,13 +83,13 @@ def load_history(run: str | Path) -> History:
             f"{run} contains no config.yaml; give the directory of a run, such as runs/NAME"
         )
     saved = run_files.load_settings(str(folder))
-    # settings of older versions are left out
+    # leave out settings that only older versions of this program had
     current = {name: value for name, value in saved.items() if name in SETTINGS}
     env_path = folder / "env.json"
     return History(
         dir=folder,
         settings=Config.from_flags().to_flags() | current,
-        env=load_object(env_path) if env_path.is_file() else {},
+        env=load_json_object(env_path) if env_path.is_file() else {},
         steps=list(read_log(folder / "metrics.jsonl")),
         evals=list(read_log(folder / "eval.jsonl")),
         warnings=list(read_log(folder / "warnings.jsonl")),
@@ -98,33 +100,33 @@ def load_history(run: str | Path) -> History:
 # ---- untrusted text
 
 
-def shorten_text(value: Any) -> str:
+def escape_and_cut_middle(value: Any) -> str:
     """
-    Returns a text with its invisible characters escaped; "" for None.
+    Returns a value as text, with its invisible characters escaped; None becomes "".
 
-    A text of more than MOST_TEXT characters loses its middle; a note says how many are left
-    out.
+    A text of more than MOST_TEXT characters loses its middle, and a note in its place says how many
+    characters are missing.
     """
     text = "" if value is None else str(value)
     if len(text) > MOST_TEXT:
         half = MOST_TEXT // 2
         num_left_out = len(text) - 2 * half
-        note = f"\u2026 {num_left_out:,} characters are left out here \u2026"
+        note = f"\u2026 {num_left_out:,} characters are not shown \u2026"
         text = f"{text[:half]}\n{note}\n{text[-half:]}"
     return escape_invisible(text)
 
 
-def prompt_text(prompt: Any) -> str:
-    """Returns a prompt as text. Each message begins with its role, unless there is only one."""
+def format_prompt_safely(prompt: Any) -> str:
+    """Returns a prompt as text, in which each message of a conversation begins with its role."""
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]["content"]
     if isinstance(prompt, list):
         prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    return shorten_text(prompt)
+    return escape_and_cut_middle(prompt)
 
 
-def mark_changes(before: str, after: str) -> list[tuple[str, bool]]:
-    """Splits `after` into words, spaces and signs. True marks a piece that `before` lacks."""
+def split_and_mark_new_words(before: str, after: str) -> list[tuple[str, bool]]:
+    """Splits `after` into words, spaces and punctuation; True marks what is not in `before`."""
     old = set(WORD.findall(before))
     return [(piece, not piece.isspace() and piece not in old) for piece in WORD.findall(after)]
 
@@ -132,16 +134,17 @@ def mark_changes(before: str, after: str) -> list[tuple[str, bool]]:
 # ---- figures
 
 
-def format_before_after(run: History, named: bool = True) -> tuple[str, str]:
+def format_figure_before_after(run: History, with_name: bool = True) -> tuple[str, str]:
     """
     Returns the held-out figure at the first and at the last evaluation, each with its interval.
 
-    "-" stands for a missing evaluation. named: whether to put the figure's name before its value,
-    unless the figure is the accuracy.
+    A missing evaluation is shown as "-". with_name: whether to put the name of the figure before
+    each value; the name "accuracy" is always left out.
     """
-    prefix = f"{run.figure} " if named and run.figure != "accuracy" else ""
+    prefix = f"{run.figure_name} " if with_name and run.figure_name != "accuracy" else ""
     figures = [
-        prefix + format_with_interval(record, run.figure) for record in run.evals_with_figure
+        prefix + format_figure_with_interval(record, run.figure_name)
+        for record in run.evals_with_figure
     ]
     before = figures[0] if figures else "-"
     after = figures[-1] if len(figures) > 1 else "-"
@@ -150,20 +153,24 @@ def format_before_after(run: History, named: bool = True) -> tuple[str, str]:
 
 def run_status(run: History, ended: bool = False) -> str:
     """
-    Returns "done" or "running", or "stopped" if no process trains an unfinished run.
+    Returns "done", "running", or "stopped" for an unfinished run that no process is training.
 
-    ended: whether the process that owns the run has stopped training it.
+    ended: whether the process that owns the run has stopped training.
     """
     logs = [run.steps]
     if run.settings["eval_every"]:
         logs.append(run.evals)
     if all(log and log[-1]["step"] == run.settings["steps"] for log in logs):
         return "done"
-    return "stopped" if ended or not run_files.is_owned(run.dir) else "running"
+    return "stopped" if ended or not run_files.is_locked_by_a_process(run.dir) else "running"
 
 
-def format_progress(run: History, status: str) -> str:
-    """Returns the steps, as "4 of 6", and says if a stopped run lacks its last evaluation."""
+def format_steps_done(run: History, status: str) -> str:
+    """
+    Returns the number of finished steps, in the form "4 of 6".
+
+    If a stopped run has done all steps but not its last evaluation, the text says so.
+    """
     num_done = run.steps[-1]["step"] if run.steps else 0
     num_steps = run.settings["steps"]
     progress = f"{num_done} of {num_steps}"
@@ -173,8 +180,8 @@ def format_progress(run: History, status: str) -> str:
 
 
 def headline_facts(run: History, ended: bool = False) -> dict[str, str]:
-    """Returns the headline's figures by name. ended: see `run_status`."""
-    before, after = format_before_after(run, named=False)
+    """Returns a run's held-out figures, steps, durations and peak memory, each under its name."""
+    before, after = format_figure_before_after(run, with_name=False)
     is_sft = run.settings.get("loss_type") == "sft"
     phase = "update" if is_sft else "rollout"
     tokens_name = "tokens trained" if is_sft else "tokens sampled"
@@ -186,9 +193,9 @@ def headline_facts(run: History, ended: bool = False) -> dict[str, str]:
     peak = max(health.measured_values(run.steps, "mem/peak_gb"), default=None)
     status = run_status(run, ended)
     return {
-        f"held-out {run.figure} before": before,
-        f"held-out {run.figure} after": after,
-        "steps": f"{format_progress(run, status)}, {status}",
+        f"held-out {run.figure_name} before": before,
+        f"held-out {run.figure_name} after": after,
+        "steps": f"{format_steps_done(run, status)}, {status}",
         "training": format_duration(training_s),
         "evaluations": format_duration(evaluation_s),
         tokens_name: f"{round(num_tokens):,}",

@@ -1,13 +1,13 @@
 """
-Records a run in `metrics.jsonl`, `rollouts.jsonl`, `eval.jsonl` and lines on the console.
+Records a run in files such as `metrics.jsonl` and `rollouts.jsonl`, and in lines on the console.
 
-A clock measures the seconds of each phase. Pure functions turn a step into dictionaries of figures
-and completions. A figure that was not measured is None; `docs/reference.md` explains the keys.
-`Journal` writes the dictionaries, prints warnings, knows the best evaluation, and keeps the live
-line and the trackers up to date.
+`PhaseClock` measures how long each phase of a step takes. Pure functions compute the metrics of a
+step; a metric that was not measured is None, and `docs/reference.md` explains the metrics.
+`Journal` writes all records, prints warnings, keeps track of the best evaluation, and updates the
+live line and the trackers.
 
-This file does not cover console lines (console.py), the page (page.py), or the state to resume
-from (disk/checkpoint.py).
+This file does not cover the format of console lines (console.py), the page (page.py), or the state
+from which a run is resumed (disk/checkpoint.py).
 """
 
 import base64
@@ -24,30 +24,31 @@ import mlx.core as mx
 import numpy as np
 
 from config import Config
-from disk.run_files import JsonLines, without_infinities
+from disk.run_files import JsonLines, replace_infinities
 from disk.statistics import mean
-from judging import rubrics
+from judging.grader import Grader, Judgement
 from machine import gpu, world
-from prompts.examples import prompt_text, spread_evenly
+from prompts.examples import last_user_text, pick_evenly_spaced
 from reporting import health, verdict
-from reporting.console import LiveLine, console_line, print_line, print_warning
-from reporting.difference import best_evaluation
+from reporting.console import LiveLine, format_step_line, print_line, print_warning
+from reporting.difference import earliest_unbeaten_evaluation
 from reporting.history import History
 from reporting.trackers import Tracker
 from rewards import form
-from rewards.rewards import Logged
+from rewards.rewards import LoggedValues
 from sampler import RolloutStats
 from step.loss import UpdateResult
 from step.sample import Sample, group_samples
 
-MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
+# The most answers recorded per evaluation, evenly spread over the held-out problems.
+MOST_ANSWERS = 512
 
 
 class PhaseClock:
-    """Measures the seconds of each phase of a step; phases do not nest."""
+    """Measures how many seconds each phase of a step takes; a phase cannot contain another."""
 
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
-        self.on_phase = on_phase  # is called with the name of each phase that begins
+        self.on_phase = on_phase  # a function that is called with the name of each starting phase
         self.seconds: dict[str, float] = {}
         self._step_start = time.perf_counter()
         self._running: str | None = None
@@ -55,35 +56,36 @@ class PhaseClock:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Callable[..., None]]:
         """
-        Adds the time of the `with` block to the phase `name`.
+        Times the body of a `with` statement and adds the time to the phase called `name`.
 
-        The block must end with a call of `done(*arrays)`, which waits for the arrays.
+        At its end, the body must call the yielded function with the lazy arrays that it has made.
+        The yielded function waits until the arrays are computed.
         """
-        assert self._running is None, f"phase {name} inside phase {self._running}"
+        assert self._running is None, f"phase {name} started inside phase {self._running}"
         self.on_phase(name)
         self._running = name
         finished = False
         start = time.perf_counter()
 
-        def done(*arrays: Any) -> None:
+        def compute_arrays_and_finish(*arrays: Any) -> None:
             nonlocal finished
-            mx.eval(arrays)  # wait, so that the phase's lazy work counts in its own time
+            mx.eval(arrays)  # wait, so that the phase's time includes its lazy computations
             finished = True
 
         try:
-            yield done
+            yield compute_arrays_and_finish
         finally:
             self._running = None
-            if gpu.on_gpu():  # the next phase needs buffers of other sizes
+            if gpu.on_gpu():  # free the cached buffers, because the next phase needs other sizes
                 mx.clear_cache()
-        assert finished, f"phase {name} ended without done()"
+        assert finished, f"phase {name} ended without calling the yielded function"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def take_seconds(self) -> dict[str, float]:
+    def take_seconds_by_phase(self) -> dict[str, float]:
         """
-        Returns the seconds by phase since the last call.
+        Returns the seconds spent in each phase since the last call, and starts counting again.
 
-        `step` is the total time, and `other` is the time outside all phases.
+        The key `step` has the total time, and the key `other` has the time outside all phases.
         """
         now = time.perf_counter()
         total = now - self._step_start
@@ -91,22 +93,26 @@ class PhaseClock:
         seconds = self.seconds | {"step": total, "other": other}
         self.seconds = {}
         self._step_start = now
-        return seconds | world.take_wait_seconds()
+        return seconds | world.pop_wait_seconds()
 
 
 # ---- a step
 
 
 class StepSamples(NamedTuple):
-    """A step's samples, and the sampler's, rewards' and judge's reports; None for given replies."""
+    """
+    A step's samples, with reports from the sampler, the reward functions and the judge.
+
+    The reports are None in supervised fine-tuning, which samples and rewards nothing.
+    """
 
     samples: list[Sample]
     stats: RolloutStats | None = None
-    logged: Logged | None = None
-    judgement: rubrics.Judgement | None = None
+    logged: LoggedValues | None = None
+    judgement: Judgement | None = None
 
 
-# Figures that given replies do not have; they are null in metrics.jsonl.
+# Metrics that supervised fine-tuning does not have; they are null in its metrics.jsonl.
 NOT_SAMPLED = (
     "reward/mean",
     "reward/std",
@@ -131,17 +137,21 @@ NOT_SAMPLED = (
     "completion/degenerate_frac",
     "mem/cache_gb",
 )
-# The phases after the rollout, whose seconds `train/s` adds up.
+# The phases after the rollout, whose total duration is the metric `train/s`.
 TRAIN_PHASES = ("judge", "batch", "ref", "teacher", "update")
 
 
-def update_metrics(
-    result: UpdateResult, seconds: dict[str, float], num_rows: int, recent: Collection[float]
+def metrics_of_update(
+    result: UpdateResult,
+    seconds: dict[str, float],
+    num_rows: int,
+    recent_step_seconds: Collection[float],
 ) -> dict[str, float | None]:
     """
-    Returns the figures of an update, and the seconds of its step.
+    Returns the metrics of an optimizer update, including the durations of its step's phases.
 
-    num_rows: the step's rows. recent: the seconds of each of the last steps.
+    seconds: the seconds by phase. num_rows: the number of samples in the step.
+    recent_step_seconds: the seconds of each of the last steps.
     """
     train_s = sum(seconds.get(phase, 0.0) for phase in TRAIN_PHASES)
     update_speed = None
@@ -156,7 +166,7 @@ def update_metrics(
         "train/tok_s": result.num_loss_tokens / train_s,
         "other/s": seconds["other"],
         "step/s": seconds["step"],
-        "step_avg_last10/s": sum(recent) / len(recent),
+        "step_avg_last10/s": sum(recent_step_seconds) / len(recent_step_seconds),
     }
     if "wait" in seconds:
         figures["wait/s"] = seconds["wait"]
@@ -177,10 +187,10 @@ def update_metrics(
     return figures
 
 
-def sampled_metrics(
+def rollout_and_reward_metrics(
     config: Config, step_samples: StepSamples, seconds: dict[str, float]
 ) -> dict[str, float | None]:
-    """Returns the figures of a step's rollouts, rewards and judge."""
+    """Returns the metrics of a step's rollouts, rewards and judge."""
     samples = step_samples.samples
     stats = step_samples.stats
     assert stats
@@ -190,7 +200,7 @@ def sampled_metrics(
     figures = reward_metrics(step_samples)
     figures["reward/s"] = seconds["reward"]
     if config.compares_within_groups:
-        figures |= signal_metrics(samples)
+        figures |= group_signal_metrics(samples)
     figures["rollout/s"] = seconds["rollout"]
     figures["rollout/tok_s"] = num_tokens / seconds["rollout"]
     if "wait" in seconds:  # several machines
@@ -206,18 +216,18 @@ def sampled_metrics(
     if step_samples.judgement is not None:
         figures |= judge_metrics(step_samples.judgement)
     figures["completion/truncated_frac"] = num_truncated / len(samples)
-    figures |= control_metrics(samples)
-    figures |= text_metrics(samples)
+    figures |= control_token_metrics(samples)
+    figures |= repetition_metrics(samples)
     figures["mem/cache_gb"] = stats.cache_bytes / 1e9
     return figures
 
 
 def reward_metrics(step_samples: StepSamples) -> dict[str, float | None]:
-    """Returns the means of the rewards, their components and the values that rewards logged."""
+    """Returns the means of the rewards, of their components, and of the values that rewards log."""
     samples = step_samples.samples
     logged = step_samples.logged
     assert logged
-    rewards = np.array([sample.logged_reward for sample in samples])
+    rewards = np.array([sample.reward_or_nan_if_unreadable for sample in samples])
     components = {
         name: np.array([sample.reward_components[name] for sample in samples])
         for name in samples[0].reward_components
@@ -245,8 +255,13 @@ def reward_metrics(step_samples: StepSamples) -> dict[str, float | None]:
     return figures
 
 
-def signal_metrics(samples: list[Sample]) -> dict[str, float | None]:
-    """Returns how many groups have a signal, and the fraction whose rewards are all equal."""
+def group_signal_metrics(samples: list[Sample]) -> dict[str, float | None]:
+    """
+    Returns metrics on how the rewards differ within groups.
+
+    The metrics are the number of groups from which the model can learn, and the fraction of groups
+    whose rewards are all equal.
+    """
     groups = group_samples(samples)
     num_equal = sum(not group[0].rewards_differ for group in groups)
     return {
@@ -255,7 +270,7 @@ def signal_metrics(samples: list[Sample]) -> dict[str, float | None]:
     }
 
 
-def judge_metrics(judgement: rubrics.Judgement) -> dict[str, float | None]:
+def judge_metrics(judgement: Judgement) -> dict[str, float | None]:
     speed = None
     if judgement.num_evaluations:
         speed = judgement.num_evaluations / judgement.seconds
@@ -268,12 +283,11 @@ def judge_metrics(judgement: rubrics.Judgement) -> dict[str, float | None]:
     }
 
 
-def control_metrics(samples: list[Sample]) -> dict[str, float | None]:
+def control_token_metrics(samples: list[Sample]) -> dict[str, float | None]:
     """
-    Returns, for each control token, the fraction of the completions that contain it.
+    Returns the fraction of completions that contain a control token, for each such token.
 
-    Tokens that end a completion do not count, and tokens that no completion contains have no
-    figure.
+    Tokens that end a completion do not count, and tokens that no completion contains are left out.
     """
     counts = Counter(token for sample in samples for token in sample.controls)
     return {
@@ -281,18 +295,19 @@ def control_metrics(samples: list[Sample]) -> dict[str, float | None]:
     }
 
 
-def text_metrics(samples: list[Sample]) -> dict[str, float | None]:
+def repetition_metrics(samples: list[Sample]) -> dict[str, float | None]:
     """
-    Returns how much of the completions is repeated, and the fraction that is degenerate.
+    Returns the fraction of text that is repetition, and the fraction of degenerate completions.
 
-    Conversations have neither figure, because their tool calls repeat.
+    Both metrics are None for conversations with tools, because tool calls repeat text.
     """
     if samples[0].conversation:
         return {"completion/repeated": None, "completion/degenerate_frac": None}
     num = len(samples)
-    repeated = sum(form.repetition(sample.text) for sample in samples)
+    repeated = sum(form.repeated_4gram_fraction(sample.text) for sample in samples)
     num_degenerate = sum(
-        form.is_degenerate(sample.text, prompt_text(sample.example["prompt"])) for sample in samples
+        form.is_degenerate(sample.text, last_user_text(sample.example["prompt"]))
+        for sample in samples
     )
     return {
         "completion/repeated": repeated / num,
@@ -301,7 +316,7 @@ def text_metrics(samples: list[Sample]) -> dict[str, float | None]:
 
 
 def tool_metrics(samples: list[Sample], stats: RolloutStats) -> dict[str, float]:
-    """Returns the figures of conversations with tools; none if there are no conversations."""
+    """Returns the metrics of conversations with tools, or an empty dictionary without tools."""
     conversations = [sample.conversation for sample in samples if sample.conversation]
     if not conversations:
         return {}
@@ -316,40 +331,40 @@ def tool_metrics(samples: list[Sample], stats: RolloutStats) -> dict[str, float]
     }
 
 
-def completion_records(number: int, samples: list[Sample]) -> Iterator[dict[str, Any]]:
-    """Yields one record per sampled completion of a step. number: the step's number."""
+def completion_records(step: int, samples: list[Sample]) -> Iterator[dict[str, Any]]:
+    """Yields the record that `rollouts.jsonl` keeps of each completion sampled in a step."""
     for sample in samples:
         if sample.logprobs is None:
             continue
         example = sample.example
         answer = example.get("answer")
         record: dict[str, Any] = {
-            "step": number,
+            "step": step,
             "group": sample.group,
             "prompt": example["prompt"],
-            "answer": None if answer is None else str(answer),  # an answer may have any type
+            "answer": None if answer is None else str(answer),  # an answer need not be text
             "category": example.get("category"),
             "completion": sample.text,
             "ids": sample.response_ids,
         }
         if sample.conversation:
-            record |= {"own": sample.spans} | sample.conversation
-        # half precision is exact to within 0.05% or 3e-8
+            record |= {"own": sample.turn_spans} | sample.conversation
+        # half precision has a relative error of at most 0.05%, or an absolute error of 3e-8
         logprobs = sample.logprobs.astype("<f2").tobytes()
         record["logprobs"] = base64.b64encode(logprobs).decode()
-        record |= without_infinities({"reward": sample.logged_reward})
-        record["rewards"] = without_infinities(sample.reward_components)
+        record |= replace_infinities({"reward": sample.reward_or_nan_if_unreadable})
+        record["rewards"] = replace_infinities(sample.reward_components)
         if sample.extra_columns:
             record["extra"] = sample.extra_columns
-        record["judge_scores"] = rounded_scores(sample.scores)
+        record["judge_scores"] = round_scores(sample.scores)
         record["finish_reason"] = sample.finish_reason
-        # if each turn has an advantage, take the first turn's, which covers the conversation
+        # each turn may have its own advantage; the first one covers the whole conversation
         record["advantage"] = np.ravel(sample.advantage)[0].item()
         yield record
 
 
-def rounded_scores(scores: list[float] | None) -> list[float | None] | None:
-    """Returns a judge's scores with four decimals; None for an unreadable one."""
+def round_scores(scores: list[float] | None) -> list[float | None] | None:
+    """Returns a judge's scores rounded to four decimals, with None for each unreadable score."""
     if not scores:
         return None if scores is None else []
     return [None if math.isnan(score) else round(score, 4) for score in scores]
@@ -359,18 +374,18 @@ def rounded_scores(scores: list[float] | None) -> list[float | None] | None:
 
 
 class Journal:
-    """The logs of a run directory, and the console lines about them."""
+    """Writes the logs in a run's directory, and prints lines and warnings about the run."""
 
     def __init__(self, config: Config, run_dir: Path, step: int, *, keep_scores: bool):
         """
-        Opens the logs and drops records later than `step`, from which the run continues.
+        Opens the logs and removes all records after `step`, the step at which the run resumes.
 
-        keep_scores: whether to keep the scores of later steps too, as for a paid judge. A local
-        judge computes its scores again, so that the run repeats bit for bit.
+        keep_scores: whether to keep the judge's scores from after `step`. A paid judge's scores are
+        kept. A local judge computes its scores again, so that the run repeats bit for bit.
         """
         self.config = config
         self.dir = run_dir
-        self.clock = PhaseClock(self.begin)
+        self.clock = PhaseClock(self.show_phase)
         self.metrics = open_log(run_dir, "metrics")
         self.rollouts = open_log(run_dir, "rollouts")
         self.evals = open_log(run_dir, "eval")
@@ -383,21 +398,23 @@ class Journal:
         last_evaluated = max((record["step"] for record in self.evals.read()), default=-1)
         self.answers.truncate_after(last_evaluated)
         self.judge_scores.truncate_after(sys.maxsize if keep_scores else step)
-        self.steps, self.evaluations = world.on_rank0(
+        self.steps, self.evaluations = world.compute_on_rank0(
             lambda: [self.metrics.read(), self.evals.read()]
         )
 
         self.verdict: verdict.Verdict | None = None  # the verdict on the run so far
-        # see `difference.best_evaluation`; None if nothing could be scored
-        self.best_step: int | None = world.on_rank0(self._judge_run)
-        self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
+
+        # the step of the best evaluation; None if no evaluation could be scored
+        self.best_step: int | None = world.compute_on_rank0(self._update_verdict_and_find_best_step)
+        # the seconds of each of the last ten steps of this process
+        self.recent: deque[float] = deque(maxlen=10)
         self.live: LiveLine | None = None
-        self.phase = ""  # the phase of a step that began last, or "evaluating"
+        self.phase = ""  # the phase of a step that started most recently, or "evaluating"
         self.begun_at = step
         self.trackers: list[Tracker] = []
 
     def __enter__(self) -> "Journal":
-        """Starts the run's live line and its trackers."""
+        """Shows the live line and connects to the trackers that the run reports to."""
         last_step = self.steps[-1]["step"] if self.steps else 0
         self.live = LiveLine(self.config.optimizer.steps, last_step)
         names = self.config.records.report_to
@@ -411,15 +428,15 @@ class Journal:
         if self.live:
             self.live.close()
         self.live = None
-        with contextlib.suppress(KeyboardInterrupt):  # an impatient user interrupts the wait
+        with contextlib.suppress(KeyboardInterrupt):  # an impatient user may interrupt the wait
             for tracker in self.trackers:
                 tracker.finish()
 
-    def begin(self, phase: str) -> None:
-        """Notes what the run is doing, for the live line and for messages about a failure."""
+    def show_phase(self, phase: str) -> None:
+        """Shows the current phase in the live line, and remembers it for error messages."""
         self.phase = phase
         if self.live:
-            self.live.begin(phase)
+            self.live.show_phase(phase)
 
     def write_step(
         self,
@@ -430,62 +447,62 @@ class Journal:
         peak_bytes: int,
     ) -> dict[str, Any]:
         """
-        Writes a step's figures and completions, prints its line, and returns the figures.
+        Writes a step's metrics and completions, prints the step's line, and returns the metrics.
 
-        number: the step's number, from 1. seconds: the seconds of each phase.
+        number: the number of the step, counted from 1. seconds: the seconds spent in each phase.
         """
         self.recent.append(seconds["step"])
         samples = step_samples.samples
         figures: dict[str, Any] = {"step": number} | dict.fromkeys(NOT_SAMPLED)
         num_completions = len(samples)
         if step_samples.stats:
-            figures |= sampled_metrics(self.config, step_samples, seconds)
+            figures |= rollout_and_reward_metrics(self.config, step_samples, seconds)
             figures |= tool_metrics(samples, step_samples.stats)
         else:
-            # several samples may be parts of one given conversation
+            # in supervised fine-tuning, several samples may be parts of one conversation
             num_completions = len(group_samples(samples))
-        figures |= update_metrics(result, seconds, len(samples), self.recent)
+        figures |= metrics_of_update(result, seconds, len(samples), self.recent)
         num_tokens = sum(len(sample.loss_positions) for sample in samples)
         figures["completion/mean_tokens"] = num_tokens / num_completions
         figures["mem/peak_gb"] = peak_bytes / 1e9
-        figures = without_infinities(figures)
+        figures = replace_infinities(figures)
 
         self.metrics.write(figures)
         self.steps.append(figures)
         for completion in completion_records(number, samples):
             self.rollouts.write(completion)
         for tracker in self.trackers:
-            tracker.log(figures)
-        print_line(console_line(figures, self.config.optimizer.steps))
+            tracker.send_metrics(figures)
+        print_line(format_step_line(figures, self.config.optimizer.steps))
         if figures["skipped"]:
-            print_warning(f"step {number}: the gradient was not finite; the step changed nothing")
-        self.print_new_warnings(number)
+            print_warning(f"step {number}: skipped the update, because the gradient was not finite")
+        self.record_and_print_new_warnings(number)
         if self.live:
-            self.live.note(figures)
+            self.live.show_finished_step(figures)
         return figures
 
     def write_evaluation(
         self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]
     ) -> None:
-        """Writes an evaluation and up to MOST_ANSWERS of its answers."""
-        # answers come first: a run that stops before it writes the record evaluates again
-        for answer in spread_evenly(answers, MOST_ANSWERS):
+        """Writes the record of an evaluation, and at most MOST_ANSWERS of its answers."""
+        # write the answers first; a run that stops before writing the record evaluates again
+        for answer in pick_evenly_spaced(answers, MOST_ANSWERS):
             self.answers.write({"step": step} | answer)
         record = {"step": step} | record
         self.evals.write(record)
         self.evaluations.append(record)
-        self.best_step = world.on_rank0(self._judge_run)
+        self.best_step = world.compute_on_rank0(self._update_verdict_and_find_best_step)
         for tracker in self.trackers:
-            tracker.log(record)
-        self.print_new_warnings(step)
+            tracker.send_metrics(record)
+        self.record_and_print_new_warnings(step)
 
-    def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
-        """Writes the judge's new scores, so that a resumed run knows the same scores."""
-        for score in grader.take_new_scores() if grader else []:
+    def write_new_judge_scores(self, step: int, grader: Grader | None) -> None:
+        """Writes the judge's new scores to a log from which a resumed run can load them."""
+        for score in grader.take_unsaved_scores() if grader else []:
             self.judge_scores.write({"step": step} | score)
 
-    def print_new_warnings(self, step: int) -> None:
-        """Prints and records each warning once, with the step at which it first applied."""
+    def record_and_print_new_warnings(self, step: int) -> None:
+        """Prints and records each warning when it first applies, with the number of the step."""
         has_gained = self.verdict is not None and self.verdict.has_gained
         symptoms = health.find_symptoms(
             self.steps, has_gained, self.evaluations, self.config.to_flags()
@@ -493,40 +510,40 @@ class Journal:
         for symptom in symptoms:
             self.warn_once(step, symptom)
 
-    def warn_once(self, step: int, finding: health.Finding) -> None:
-        """Prints and records a warning, unless this run has already given it."""
-        if finding.name not in {warning["name"] for warning in self.warnings.read()}:
-            self.warnings.write({"step": step} | finding._asdict())
-            print_warning(f"WARNING after step {step}: {finding.text}.")
+    def warn_once(self, step: int, new_warning: health.RunWarning) -> None:
+        """Prints and records a warning, unless this run has already given the same warning."""
+        if new_warning.name not in {warning["name"] for warning in self.warnings.read()}:
+            self.warnings.write({"step": step} | new_warning._asdict())
+            print_warning(f"WARNING after step {step}: {new_warning.text}.")
 
-    def _judge_run(self) -> int | None:
-        """Updates the verdict, gives its warning, and returns the step of the best evaluation."""
+    def _update_verdict_and_find_best_step(self) -> int | None:
+        """Updates the verdict, prints its warning, and returns the step of the best evaluation."""
         run = History(self.dir, self.config.to_flags(), {}, self.steps, self.evaluations)
         self.verdict = verdict.judge_change(run)
         if self.verdict and self.verdict.warning:
             self.warn_once(self.evaluations[-1]["step"], self.verdict.warning)
-        best = best_evaluation(run)
+        best = earliest_unbeaten_evaluation(run)
         return best["step"] if best else None
 
     def print_summary(self) -> None:
-        """Prints how many answers are cut off, the warnings again, the files and the verdict."""
+        """Prints a final summary of cut-off answers, past warnings, files and the verdict."""
         settings = self.config.to_flags()
-        cut_off = health.describe_cut_off(self.steps, self.evaluations, settings)
+        cut_off = health.advise_on_cut_off_answers(self.steps, self.evaluations, settings)
         if cut_off:
             print_line(cut_off)
         for warning in self.warnings.read():
-            print_line(f"warned after step {warning['step']}: {warning['name']}")
+            print_line(f"warning after step {warning['step']}: {warning['name']}")
         print_line(f"adapter: {self.dir / 'adapter'}")
         if self.best_step is not None:
-            print_line(self._describe_best(self.best_step))
+            print_line(self._describe_best_adapter(self.best_step))
         page = self.dir / "report.html"
         if page.is_file():
             print_line(f"page: {page}")
         for line in verdict.verdict_lines(self.verdict, settings, self.dir):
             print_line(line)
 
-    def _describe_best(self, step: int) -> str:
-        """Returns a line that says where the best adapter is and whether the newest is worse."""
+    def _describe_best_adapter(self, step: int) -> str:
+        """Returns a line that names the best adapter and says whether the newest one is worse."""
         when = f"after {step} steps" if step else "before training"
         line = f"best: {self.dir / 'adapter-best'}, {when}"
         if step == self.evaluations[-1]["step"]:
@@ -534,16 +551,16 @@ class Journal:
         warning = self.verdict.warning if self.verdict else None
         if warning and warning.name == "worse":
             return f"{line}; the newest adapter is significantly worse"
-        return f"{line}; use the newest adapter, which is not significantly worse"
+        return f"{line}; use the newest adapter, because it is not significantly worse"
 
 
 def open_log(run_dir: Path, name: str) -> JsonLines:
-    """Opens a log of a run directory, to which only the first rank writes."""
+    """Opens a log in a run's directory; only the first of several processes writes to it."""
     return JsonLines(run_dir / f"{name}.jsonl", kept=world.is_first())
 
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:
-    """Whether the schedule has an evaluation after this step and these records lack it."""
+    """Whether an evaluation is scheduled after this step and has not been recorded yet."""
     every = config.evaluation.every
     if not every or (step % every and step != config.optimizer.steps):
         return False

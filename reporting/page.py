@@ -1,12 +1,12 @@
 """
-Writes the page of a run, `report.html`, from `templates/`. The page is one file, which needs no
-server and no network.
+Writes a run's page, `report.html`, from the files in `templates/`.
 
-The first screen shows the verdict and held-out answers, because a gamed reward has good figures but
-odd answers. While the run goes on, the page reloads itself. The text of prompts, completions and
-settings is untrusted: the template escapes it, characters that a browser would obey are shown as
-codes, and the page's policy allows only this project's script. This file does not cover reading a
-run (history.py) or its curves (charts.py).
+The page is a single file that needs neither a server nor a network. The page begins with the
+verdict and held-out answers, because a model that games its reward has good figures but odd
+answers. During the run, the page reloads itself. The texts of prompts, completions and settings are
+untrusted, so the template escapes them and shows control characters as codes, and the page's
+security policy allows no script but its own. This file does not cover reading a run (history.py) or
+its curves (charts.py).
 """
 
 import base64
@@ -28,49 +28,58 @@ import jinja2
 from disk import model_card, run_files
 from judging import rubrics
 from machine import alive
-from prompts.examples import spread_evenly
+from prompts.examples import pick_evenly_spaced
 from reporting import charts, history, seeds
-from reporting.answer_changes import CHEATED, describe_reward, problems_with_rewarded_mistakes
+from reporting.answer_changes import (
+    CHEATED,
+    describe_reward,
+    problems_answered_wrong_with_highest_reward,
+)
 from reporting.difference import BETTER, WORSE
-from reporting.history import Answers, History, mark_changes, prompt_text, shorten_text
+from reporting.history import (
+    Answers,
+    History,
+    escape_and_cut_middle,
+    format_prompt_safely,
+    split_and_mark_new_words,
+)
 from reporting.seeds import SeedGroup
 from reporting.verdict import NUM_READ, Verdict, draw_problems, judge_change
-from settings.sources import command_line
+from settings.sources import command_with_extras
 from text.printable import escape_invisible
-from tools.calls import show_with_tools
+from tools.calls import format_with_tool_calls
 
 TEMPLATES = Path(__file__).parent / "templates"
-# bytes of rollouts.jsonl that the page shows, without their ids and log-probabilities
-MOST_COMPLETIONS = 2_500_000
-MOST_ANSWERS = 1_000_000  # characters of held-out answers
-MOST_COST = 0.01  # fraction of a run's time that it takes to write all pages but the last
+MOST_COMPLETIONS = 2_500_000  # the most bytes of rollouts.jsonl whose completions the page shows
+MOST_ANSWERS = 1_000_000  # the most characters of held-out answers on the page
+MOST_COST = 0.01  # the largest fraction of a run's time spent on writing pages, except the last one
 
 # ---- held-out answers
 
 
-def make_answers(run: History) -> dict[str, Any]:
+def held_out_answers_for_page(run: History) -> dict[str, Any]:
     """
-    Returns held-out problems with their answers before, during and after training.
+    Returns held-out problems with the answers before, during and after training, for the template.
 
-    The result also has the number of answers for each kind of change.
+    The result also contains the number of answers with each kind of change.
     """
-    by_step = run.answers
+    by_step = run.answers_by_step
     if not by_step:
         return {"rows": [], "first": [], "columns": [], "counts": {}, "left_out": 0}
     steps = sorted(by_step)
     chosen_steps = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen_steps)))
-    row_of = make_answer_rows(run, [by_step[step] for step in chosen_steps], problems)
+    row_of = answer_row_by_problem(run, [by_step[step] for step in chosen_steps], problems)
     rows = list(row_of.values())
 
     size = 1
     for row in rows:
         size += sum(len(cell["text"]) for cell in row["cells"])
     num_shown = max(NUM_READ, int(len(rows) * MOST_ANSWERS / size))
-    rows_shown = spread_evenly(rows, num_shown)
+    rows_shown = pick_evenly_spaced(rows, num_shown)
 
     names = {steps[-1]: f"after step {steps[-1]}, the last evaluation"}
-    names[0] = f"before training{model_card.describe_start(run.settings)}"
+    names[0] = f"before training{model_card.describe_initial_adapter(run.settings)}"
     drawn = draw_problems(problems, run.settings)
     return {
         "rows": rows_shown,
@@ -81,63 +90,68 @@ def make_answers(run: History) -> dict[str, Any]:
     }
 
 
-def make_answer_rows(
+def answer_row_by_problem(
     run: History, evaluations: list[Answers], problems: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Returns the page's row for each problem, with the problem's answers in these evaluations."""
-    is_verified = run.figure == "accuracy"
+    """Returns the page's row for each problem, with the answers in each of the evaluations."""
+    is_verified = run.figure_name == "accuracy"
     last = run.evals[-1] if run.evals else {}
     rows = {}
     for problem in problems:
         records = [answers[problem] for answers in evaluations]
-        rows[problem] = answer_row(records, last, is_verified)
+        rows[problem] = make_answer_row(records, last, is_verified)
     if is_verified:
-        _, cheats = problems_with_rewarded_mistakes(run.answers)
+        _, cheats = problems_answered_wrong_with_highest_reward(run.answers_by_step)
         for problem in cheats & rows.keys():
             rows[problem]["kind"] = CHEATED
     return rows
 
 
-def answer_row(
-    records: list[dict[str, Any]], evaluation: dict[str, Any], is_verified: bool
+def make_answer_row(
+    problem_records: list[dict[str, Any]], last_evaluation: dict[str, Any], is_verified: bool
 ) -> dict[str, Any]:
     """
-    Returns the page's row for one problem: its records in several evaluations, side by side.
+    Returns the page's row for one problem, with its answers in several evaluations side by side.
 
-    Words that are not in the first answer are marked.
+    Words that do not occur in the first of these answers are marked.
+
+    problem_records: the problem's record in each evaluation. last_evaluation: the record of the
+    last evaluation as a whole.
     """
     cells: list[dict[str, Any]] = []
-    for record in records:
+    for record in problem_records:
         value = record["values"][0]
         messages = record.get("messages", [None])[0]
-        text = shorten_text(show_with_tools(record["completions"][0], messages))
-        pieces = mark_changes(cells[0]["text"], text) if cells else [(text, False)]
+        text = escape_and_cut_middle(format_with_tool_calls(record["completions"][0], messages))
+        pieces = split_and_mark_new_words(cells[0]["text"], text) if cells else [(text, False)]
         is_right = value >= 1.0 if is_verified and value is not None else None
         rewards = {name: values[0] for name, values in record["rewards"].items()}
         cells.append(
             {
                 "text": text,
                 "pieces": pieces,
-                "reward": describe_reward(record, evaluation),
+                "reward": describe_reward(record, last_evaluation),
                 "right": is_right,
                 "rewards": rewards,
             }
         )
-    values = [record["values"][0] for record in records]
+    values = [record["values"][0] for record in problem_records]
     return {
-        "prompt": prompt_text(records[0]["prompt"]),
-        "answer": shorten_text(records[0].get("answer")),
-        "category": shorten_text(records[0].get("category")),
-        "kind": classify_change(values, is_verified),
+        "prompt": format_prompt_safely(problem_records[0]["prompt"]),
+        "answer": escape_and_cut_middle(problem_records[0].get("answer")),
+        "category": escape_and_cut_middle(problem_records[0].get("category")),
+        "kind": classify_answer_change(values, is_verified),
         "cells": cells,
     }
 
 
-def classify_change(values: list[float | None], is_verified: bool) -> str:
+def classify_answer_change(values: list[float | None], is_verified: bool) -> str:
     """
-    Returns how an answer changed from the first to the last evaluation, as "became right".
+    Returns how the answer to a problem changed between evaluations, for example "became right".
 
-    If there is only one evaluation, returns the answer's state, as "right".
+    If there is only one evaluation, returns the grade alone, for example "right".
+
+    values: the value of the answer in each evaluation.
     """
     first = values[0]
     last = values[-1]
@@ -157,12 +171,12 @@ def classify_change(values: list[float | None], is_verified: bool) -> str:
 
 # ---- completions
 
-Place = tuple[int, int]  # step and group
+StepAndGroup = tuple[int, int]
 PLACE_IN_LINE = re.compile(rb'\{"step": (\d+), "group": (\d+),')
 
 
-def read_completion_lines(path: Path) -> Iterator[tuple[Place, bytes]]:
-    """Yields the complete lines of `rollouts.jsonl` with their places."""
+def read_completion_lines(path: Path) -> Iterator[tuple[StepAndGroup, bytes]]:
+    """Yields each complete line of `rollouts.jsonl`, with the numbers of its step and group."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -172,51 +186,57 @@ def read_completion_lines(path: Path) -> Iterator[tuple[Place, bytes]]:
                 yield (int(match[1]), int(match[2])), line
 
 
-def make_completions(run: History) -> dict[str, Any]:
-    """Returns groups of completions within `MOST_COMPLETIONS`, evenly spread over the steps."""
+def completion_groups_for_page(run: History) -> dict[str, Any]:
+    """Returns as many groups of completions as the page may show, evenly spread over the steps."""
     path = run.dir / "rollouts.jsonl"
-    sizes = Counter[Place]()
+    sizes = Counter[StepAndGroup]()
     for place, line in read_completion_lines(path):
         sizes[place] += len(line)
     num_fitting = len(sizes) * MOST_COMPLETIONS // max(1, sizes.total())
     num_chosen = max(1, min(len(sizes), num_fitting))
 
-    chosen: dict[Place, list[dict[str, Any]]] = {}
-    for place in spread_evenly(sorted(sizes), num_chosen):
+    chosen: dict[StepAndGroup, list[dict[str, Any]]] = {}
+    for place in pick_evenly_spaced(sorted(sizes), num_chosen):
         chosen[place] = []
     for place, line in read_completion_lines(path):
         if place in chosen:
             chosen[place].append(json.loads(line))
-    groups = [make_group(step, group, records) for (step, group), records in chosen.items()]
+    groups = [
+        completion_group_for_page(step, group, records) for (step, group), records in chosen.items()
+    ]
     return {"groups": groups, "of": len(sizes), "criteria": criterion_names(run, groups)}
 
 
-def make_group(step: int, group: int, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns a group: its prompt, and its completions, the highest advantage first."""
-    records.sort(key=descending_advantage)
+def completion_group_for_page(
+    step: int, group: int, records: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns a group's prompt, and its completions in descending order of their advantages."""
+    records.sort(key=descending_advantage_key)
     return {
         "step": step,
         "group": group,
-        "prompt": prompt_text(records[0]["prompt"]),
-        "answer": shorten_text(records[0].get("answer")),
-        "category": shorten_text(records[0].get("category")),
-        "rows": [make_completion(record) for record in records],
+        "prompt": format_prompt_safely(records[0]["prompt"]),
+        "answer": escape_and_cut_middle(records[0].get("answer")),
+        "category": escape_and_cut_middle(records[0].get("category")),
+        "rows": [completion_for_page(record) for record in records],
     }
 
 
-def descending_advantage(record: dict[str, Any]) -> float:
-    """Returns a sort key that puts the highest advantage first; None counts as the highest."""
+def descending_advantage_key(record: dict[str, Any]) -> float:
+    """Returns a sort key that puts missing advantages first, and then the highest advantages."""
     advantage = record.get("advantage")
     return -math.inf if advantage is None else -advantage
 
 
-def make_completion(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the text and the figures that the page shows for a completion."""
+def completion_for_page(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the text, rewards and scores that the page shows for a completion."""
     scores = record.get("judge_scores") or []
     rewards = {escape_invisible(name): value for name, value in record["rewards"].items()}
     figures = [record["reward"], *record["rewards"].values(), *scores]
     return {
-        "text": shorten_text(show_with_tools(record["completion"], record.get("messages"))),
+        "text": escape_and_cut_middle(
+            format_with_tool_calls(record["completion"], record.get("messages"))
+        ),
         "advantage": record.get("advantage"),
         "reward": record["reward"],
         "rewards": rewards,
@@ -228,9 +248,9 @@ def make_completion(record: dict[str, Any]) -> dict[str, Any]:
 
 def criterion_names(run: History, groups: list[dict[str, Any]]) -> list[str]:
     """
-    Returns the names of the judge's criteria in the order of its scores.
+    Returns the names of the judge's criteria, in the same order as the judge's scores.
 
-    If the rubric is gone or has changed, the names are numbers.
+    If the rubric is missing or has changed, the criteria are called by their numbers.
     """
     num_criteria = 0
     for group in groups:
@@ -250,29 +270,29 @@ def criterion_names(run: History, groups: list[dict[str, Any]]) -> list[str]:
 # ---- the page
 
 
-def describe_progress(run: History, status: str) -> str:
-    """Returns how far a run is, and the time left."""
-    progress = f"step {history.format_progress(run, status)}"
+def format_progress_and_time_left(run: History, status: str) -> str:
+    """Returns the number of finished steps and, if the run is going on, the estimated time left."""
+    progress = f"step {history.format_steps_done(run, status)}"
     paces = [step.get("step/s") or 0.0 for step in run.steps[-10:]]
     if status != "running" or not paces:
         return progress
     steps_left = run.settings["steps"] - run.steps[-1]["step"]
     every = run.settings["eval_every"]
-    evals_left = max(steps_left / every, 1) if every else 0  # at least the last evaluation
+    evals_left = max(steps_left / every, 1) if every else 0  # at least the last evaluation is left
     eval_seconds = run.evals[-1].get("eval/s") or 0 if run.evals else 0
     seconds_left = steps_left * sum(paces) / len(paces) + evals_left * eval_seconds
     return f"{progress}, about {alive.format_duration(seconds_left)} left"
 
 
-def render_page(settings: list[SeedGroup], ended: bool = False) -> str:
+def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
     """
-    Returns the HTML of the first run, with the curves of all seeds and settings.
+    Returns the HTML page of the first run, with the curves of all seeds and settings.
 
-    ended: see `history.run_status`.
+    ended: whether the process that owns the run has stopped training.
     """
-    run = settings[0].runs[0]
-    curves = charts.make_charts(settings)
-    completions = make_completions(run)
+    run = seed_groups[0].runs[0]
+    curves = charts.make_charts(seed_groups)
+    completions = completion_groups_for_page(run)
     status = history.run_status(run, ended)
     verdict = judge_change(run)
     recipe = shlex.quote(str(run.dir / "config.yaml"))
@@ -287,30 +307,30 @@ def render_page(settings: list[SeedGroup], ended: bool = False) -> str:
         "top": charts.TOP,
         "bottom": charts.BOTTOM,
     }
-    # the script reads this
+    # the page's script reads this object
     data = {
-        "charts": [readable_values(chart) for chart in curves],
+        "charts": [values_for_pointer(chart) for chart in curves],
         "completions": completions,
         "plot": plot,
     }
-    return load_template().render(
-        name=" against ".join(setting.name for setting in settings),
+    return load_page_template().render(
+        name=" against ".join(group.name for group in seed_groups),
         run=run,
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        command=f"{command_line(run.settings)} --config {recipe} --run-dir {copy}",
-        status=(status, describe_progress(run, status)),
+        command=f"{command_with_extras(run.settings)} --config {recipe} --run-dir {copy}",
+        status=(status, format_progress_and_time_left(run, status)),
         verdict=verdict,
-        tone=verdict_tone(verdict),
+        tone=verdict_css_class(verdict),
         facts=history.headline_facts(run, ended),
-        other_runs=describe_other_runs(settings[1:]),
-        seeds=seeds.describe_seed_groups(settings),
-        shown=run.name if len(settings[0].runs) > 1 else "",
-        answers=make_answers(run),
+        other_runs=figures_of_single_runs(seed_groups[1:]),
+        seeds=seeds.describe_seed_groups(seed_groups),
+        shown=run.name if len(seed_groups[0].runs) > 1 else "",
+        answers=held_out_answers_for_page(run),
         charts=curves,
         main=charts.MAIN,
         thinned=math.ceil(len(run.steps) / charts.MOST_POINTS),
         completions=completions,
-        settings={name: shorten_text(str(value)) for name, value in run.settings.items()},
+        settings={name: escape_and_cut_middle(str(value)) for name, value in run.settings.items()},
         plot=plot,
         data=data,
         css=(TEMPLATES / "report.css").read_text(encoding="utf-8"),
@@ -319,16 +339,16 @@ def render_page(settings: list[SeedGroup], ended: bool = False) -> str:
     )
 
 
-def readable_values(chart: dict[str, Any]) -> dict[str, Any]:
-    """Returns the part of a chart from which the script shows values at the pointer."""
+def values_for_pointer(chart: dict[str, Any]) -> dict[str, Any]:
+    """Returns the labels and values of a chart's curves, which the script shows at the pointer."""
     series = []
     for curve in chart["series"]:
         series.append({"label": curve["label"], "x": curve["x"], "y": curve["y"]})
     return {"most": chart["most"], "series": series}
 
 
-def verdict_tone(verdict: Verdict | None) -> str:
-    """Returns the CSS class of the verdict: "good", "bad" or ""."""
+def verdict_css_class(verdict: Verdict | None) -> str:
+    """Returns the verdict's CSS class, which is "good", "bad" or empty."""
     if verdict is None:
         return ""
     if verdict.outcome == WORSE:
@@ -336,26 +356,26 @@ def verdict_tone(verdict: Verdict | None) -> str:
     return "good" if verdict.outcome == BETTER and not verdict.is_doubtful else ""
 
 
-def describe_other_runs(settings: list[SeedGroup]) -> list[tuple[str, str, str]]:
-    """Returns the name, and the figure before and after, of each setting with a single run."""
+def figures_of_single_runs(seed_groups: list[SeedGroup]) -> list[tuple[str, str, str]]:
+    """Returns the name, and the figures before and after training, of each group with one run."""
     other_runs = []
-    for setting in settings:
-        if len(setting.runs) == 1:
-            before, after = history.format_before_after(setting.runs[0])
-            other_runs.append((setting.name, before, after))
+    for group in seed_groups:
+        if len(group.runs) == 1:
+            before, after = history.format_figure_before_after(group.runs[0])
+            other_runs.append((group.name, before, after))
     return other_runs
 
 
-def escape_value(value: Any) -> Any:
-    """Escapes a value's invisible characters, unless the template itself made the value."""
+def escape_unless_markup(value: Any) -> Any:
+    """Escapes the invisible characters of a value, unless the value is markup of the template."""
     return value if hasattr(value, "__html__") else escape_invisible(str(value))
 
 
-@functools.cache  # a run writes its page again and again
-def load_template() -> jinja2.Template:
+@functools.cache  # a run writes its page many times
+def load_page_template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        finalize=escape_value,
+        finalize=escape_unless_markup,
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -372,14 +392,14 @@ def write_page(
     ended: bool = False,
 ) -> Path:
     """
-    Writes the page of a run, or of a directory of seeds, and returns its path.
+    Writes the page of a run or of a directory with one run per seed, and returns the page's path.
 
-    The page is `report.html` in `run_dir`, unless `out` names another file. With `other_runs`, the
-    page is written beside the first run and is named after all runs.
+    The page is `report.html` in `run_dir`, unless `out` names another file. A page that compares
+    the run with `other_runs` is named after all of them and written beside the first run.
 
-    ended: see `history.run_status`.
+    ended: whether the process that owns the run has stopped training.
     """
-    settings = seeds.load_seed_groups([run_dir, *other_runs])
+    seed_groups = seeds.load_seed_groups([run_dir, *other_runs])
     if out:
         path = Path(out)
     elif other_runs:
@@ -389,12 +409,12 @@ def write_page(
     else:
         path = Path(run_dir) / "report.html"
     with alive.show_activity("writing the page"):
-        run_files.replace_text(path, render_page(settings, ended))
+        run_files.replace_text(path, render_page(seed_groups, ended))
     return path
 
 
-def open_page(path: Path) -> None:
-    """Opens a page in the user's browser."""
+def open_page_in_browser(path: Path) -> None:
+    """Opens a page in the default browser."""
     webbrowser.open(path.resolve().as_uri())
 
 
@@ -403,30 +423,30 @@ def open_page(path: Path) -> None:
 
 class LivePage:
     """
-    Writes the page of a run again and again while the run goes on.
+    Rewrites the page of a run from time to time while the run goes on.
 
-    Writing takes at most MOST_COST of the run's time. An error is reported once and does not stop
-    the run, because the run is worth more than its page.
+    Rewriting takes at most the fraction MOST_COST of the run's time. An error is reported only once
+    and does not stop the run, because the run matters more than its page.
     """
 
     def __init__(self, run_dir: Path, report: Callable[[str], None]):
         self.dir = run_dir
         self.report = report
         self.failed = False
-        self.due = 0.0  # the time from which the next page is cheap enough
+        self.due = 0.0  # the earliest time at which the page may be written again
 
-    def update(self, at_the_end: bool = False) -> None:
-        """Writes the page if that is cheap enough, and always at the end of the run."""
+    def write_if_due(self, at_the_end: bool = False) -> None:
+        """Writes the page if enough time has passed since the last page, or the run has ended."""
         start = time.perf_counter()
         if self.failed or (start < self.due and not at_the_end):
             return
-        run_files.check_still_owned(self.dir)
+        run_files.refuse_replaced_run_dir(self.dir)
         try:
             write_page(self.dir, ended=at_the_end)
         except Exception as error:
             self.failed = True
             self.report(
-                "WARNING: the page of the run is no longer written: "
+                "WARNING: the run's page will not be written any more, because of this error: "
                 f"{type(error).__name__}: {error}"
             )
         end = time.perf_counter()

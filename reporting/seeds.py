@@ -1,8 +1,8 @@
 """
-Describes runs that differ only in their seed: the mean and spread of their held-out figure, and the
-effect of another setting, compared seed by seed.
+Groups runs that differ only in their seed, and describes how their held-out figure varies.
 
-This file does not cover curves over seeds (charts.py).
+Two groups with different settings are compared seed by seed. This file does not cover the curves of
+groups (charts.py).
 """
 
 import statistics
@@ -11,34 +11,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import SETTINGS
-from disk.statistics import student_t
+from disk.statistics import student_t_quantile
 from reporting import history
 from reporting.history import History
 from text.printable import escape_invisible
 
-# the seed itself, and settings that change no result
+# settings in which the runs of a group may differ: the seed, and settings that affect no result
 NOT_THE_SETTING = {"seed", "save_every", "report_to", "checkpoint_layers"}
-NOT_THE_SETTING |= {name for name, setting in SETTINGS.items() if setting.is_automatic}
-MOST_DIFFERENCES = 10  # pairs of seeds whose difference is listed
+NOT_THE_SETTING |= {name for name, setting in SETTINGS.items() if setting.accepts_auto}
+MOST_DIFFERENCES = 10  # the most differences between two runs of the same seed that a line lists
 
 
 class SeedGroup(NamedTuple):
-    """Runs with the same settings, ordered by seed; a single run is a group too."""
+    """One or more runs that differ only in their seed, in the order of their seeds."""
 
     name: str
     runs: list[History]
 
     @property
-    def figure(self) -> str:
-        """The held-out figure's name, from the first run that has an evaluation."""
-        return next((run.figure for run in self.runs if run.evals), "accuracy")
+    def figure_name(self) -> str:
+        """The name of the held-out figure of the first run that has an evaluation."""
+        return next((run.figure_name for run in self.runs if run.evals), "accuracy")
 
 
-def seed_run_dirs(folder: str | Path) -> list[str]:
+def run_dirs_of_seeds(folder: str | Path) -> list[str]:
     """
-    Returns the directories of the runs in a directory of seeds, ordered by seed.
+    Returns the directories of the runs in a directory with one run per seed, ordered by seed.
 
-    Returns any other directory as it is, in a list.
+    For any other directory, returns a list of that directory alone.
     """
     seeds = [path.parent for path in Path(folder).glob("seed-*/config.yaml")]
     if (Path(folder) / "config.yaml").is_file() or not seeds:
@@ -47,11 +47,16 @@ def seed_run_dirs(folder: str | Path) -> list[str]:
     return [str(path) for path in seeds]
 
 
-def load_seed_groups(names: Iterable[str | Path]) -> list[SeedGroup]:
-    """Loads runs and directories of seeds, grouped by their settings, in the order of `names`."""
+def load_seed_groups(run_dirs: Iterable[str | Path]) -> list[SeedGroup]:
+    """
+    Loads runs and puts runs that differ only in their seed into one group.
+
+    run_dirs: directories of runs, or directories that contain one run per seed. The groups are in
+    the order of `run_dirs`.
+    """
     by_setting: dict[str, list[History]] = {}
-    for name in dict.fromkeys(map(str, names)):
-        for path in seed_run_dirs(name):
+    for run_dir in dict.fromkeys(map(str, run_dirs)):
+        for path in run_dirs_of_seeds(run_dir):
             run = history.load_history(path)
             setting = {
                 key: value for key, value in run.settings.items() if key not in NOT_THE_SETTING
@@ -64,21 +69,21 @@ def load_seed_groups(names: Iterable[str | Path]) -> list[SeedGroup]:
         if len(seeds) == len(runs):
             runs_by_seed = sorted(runs, key=lambda run: run.settings["seed"])
             groups.append(SeedGroup(seed_group_name(runs), runs_by_seed))
-        else:  # a run and its repetition have the same seed
+        else:  # two runs have the same seed, so each run is a group of its own
             groups += [SeedGroup(seed_group_name([run]), [run]) for run in runs]
     return groups
 
 
 def seed_group_name(runs: list[History]) -> str:
-    """Returns the name of the runs' common directory of seeds, otherwise the names of the runs."""
+    """Returns the name of the directory that contains all runs, or else the names of the runs."""
     folders = {run.name.rpartition("/")[0] for run in runs}
     if len(folders) == 1 and "" not in folders:
         return folders.pop()
     return ", ".join(run.name for run in runs)
 
 
-def newest_evaluations(group: SeedGroup, figure: str) -> dict[int, dict[str, Any]]:
-    """Returns each run's newest evaluation that has the figure, by seed."""
+def newest_evaluation_by_seed(group: SeedGroup, figure: str) -> dict[int, dict[str, Any]]:
+    """Returns the newest evaluation of each run that measured the figure, by the run's seed."""
     key = f"eval/{figure}"
     newest = {}
     for run in group.runs:
@@ -90,69 +95,69 @@ def newest_evaluations(group: SeedGroup, figure: str) -> dict[int, dict[str, Any
 
 def describe_seed_groups(groups: list[SeedGroup]) -> list[str]:
     """
-    Returns a line for each group with several seeds, and for each difference between groups.
+    Returns a line about each group with several seeds, then a line about each difference.
 
-    The differences come last, and each is from the first group.
+    Each difference is between the first group and another group.
     """
     lines = []
     for group in groups:
-        evaluations = list(newest_evaluations(group, group.figure).values())
+        evaluations = list(newest_evaluation_by_seed(group, group.figure_name).values())
         if len(evaluations) > 1:
             lines.append(describe_spread(group, evaluations))
     first = groups[0]
     for group in groups[1:]:
         if max(len(first.runs), len(group.runs)) > 1:
-            lines.append(compare_by_seed(first, group))
+            lines.append(describe_difference_by_seed(first, group))
     return lines
 
 
 def describe_spread(group: SeedGroup, evaluations: list[dict[str, Any]]) -> str:
-    """Returns a line with the mean, standard deviation and range of a group's figure."""
-    values = [evaluation[f"eval/{group.figure}"] for evaluation in evaluations]
+    """Returns a line with the mean, standard deviation and range of a group's held-out figure."""
+    values = [evaluation[f"eval/{group.figure_name}"] for evaluation in evaluations]
     mean = statistics.fmean(values)
     deviation = statistics.stdev(values)
     steps = sorted({evaluation["step"] for evaluation in evaluations})
     when = f"after {' or '.join(map(str, steps))} steps"
-    line = f"{escape_invisible(group.name)}: {group.figure} {mean:.3f}, std {deviation:.3f}"
+    line = f"{escape_invisible(group.name)}: {group.figure_name} {mean:.3f}, std {deviation:.3f}"
     line += f" over {len(values)} seeds ({min(values):.3f} to {max(values):.3f}) {when}"
     num_missing = len(group.runs) - len(values)
     if num_missing > 0:
-        line += f"; {num_missing} without an evaluation yet"
+        line += f"; not evaluated yet: {num_missing} of {len(group.runs)} runs"
     return line
 
 
-def compare_by_seed(first: SeedGroup, other: SeedGroup) -> str:
+def describe_difference_by_seed(first: SeedGroup, other: SeedGroup) -> str:
     """
-    Returns a line with the effect of the other group's setting, over the seeds of both groups.
+    Returns a line that says how much the other group's figure differs from the first group's.
 
-    Runs of the same seed draw the same prompts, so their differences are paired.
+    Runs with the same seed draw the same prompts, so the groups are compared seed by seed.
     """
-    figure = first.figure
+    figure = first.figure_name
     key = f"eval/{figure}"
     title = f"{escape_invisible(other.name)} - {escape_invisible(first.name)}"
-    before = newest_evaluations(first, figure)
-    after = newest_evaluations(other, figure)
+    before = newest_evaluation_by_seed(first, figure)
+    after = newest_evaluation_by_seed(other, figure)
     differences = [after[seed][key] - before[seed][key] for seed in before if seed in after]
     num = len(differences)
     if num < 2:
         return (
-            f"{title}: the difference is unknown, because fewer than two seeds in common have an "
-            f"evaluation of {figure}"
+            f"{title}: the difference is unknown, because fewer than two seeds have an evaluation "
+            f"of the {figure} in both groups"
         )
     mean = statistics.fmean(differences)
-    half_width = student_t(num - 1) * statistics.stdev(differences) / num**0.5
+    confidence_half_width = student_t_quantile(num - 1) * statistics.stdev(differences) / num**0.5
     listed = " ".join(f"{difference:+.3f}" for difference in differences[:MOST_DIFFERENCES])
     if num > MOST_DIFFERENCES:
         listed += " \u2026"
-    interval = f"{mean:+.3f} \u00b1 {half_width:.3f} (95%, Student's t)"
+    interval = f"{mean:+.3f} \u00b1 {confidence_half_width:.3f} (95%, Student's t)"
     line = f"{title}: {interval} over {num} pairs: {listed}"
     num_before = format_num_problems(before)
     num_after = format_num_problems(after)
     if num_before != num_after:
-        line += f"; on {num_after} and {num_before} held-out problems"
+        line += f"; evaluated on {num_after} and {num_before} held-out problems, respectively"
     return line
 
 
 def format_num_problems(evaluations: dict[int, dict[str, Any]]) -> str:
-    """Returns how many problems each of these evaluations has, as "64" or "64 or 128"."""
+    """Returns the number of problems per evaluation as text, for example "64" or "64 or 128"."""
     return " or ".join(sorted({str(record["eval/num"]) for record in evaluations.values()}))

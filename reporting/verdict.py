@@ -1,10 +1,9 @@
 """
-Gives the verdict on a run: whether it got better on held-out problems, how its answers changed
-meanwhile, and what to do now.
+Reaches the verdict on a run, which says whether the model improved on held-out problems.
 
-The functions take a run's records and return sentences. The parts of a verdict are in
-difference.py (figures), answer_changes.py (answers) and advice.py (advice). This file does not
-cover warnings during a run (health.py) or the places that show a verdict (journal.py, page.py).
+The verdict also describes how the model's answers changed, and suggests what to do next. The parts
+of a verdict are computed in difference.py, answer_changes.py and advice.py. This file does not
+cover other warnings during a run (health.py), or how a verdict is shown (journal.py, page.py).
 """
 
 import random
@@ -13,64 +12,64 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from disk.model_card import describe_start
+from disk.model_card import describe_initial_adapter
 from flags import escape_invisible, make_printable
-from prompts.examples import prompt_text
-from prompts.held_out import warn_of_few_held_out
+from prompts.examples import last_user_text
+from prompts.held_out import warnings_of_few_held_out
 from reporting import advice, health
 from reporting.answer_changes import (
     CHEATED,
-    describe_answer,
-    final_text,
-    form_change_signs,
-    greedy_text,
-    missing_answer_signs,
-    problems_with_rewarded_mistakes,
-    risen_word_signs,
-    shorten_answer,
-    unwitnessed_rise_signs,
+    describe_copying_and_length_changes,
+    describe_grade_and_right_answer,
+    describe_right_answers_never_given,
+    describe_unconfirmed_score_rise,
+    describe_words_used_more,
+    greedy_text_or_empty,
+    last_reply_or_completion,
+    problems_answered_wrong_with_highest_reward,
+    shorten_to_one_line,
 )
 from reporting.difference import (
     BETTER,
     FEW,
     SAME,
     WORSE,
-    Change,
-    best_evaluation,
-    change_between,
-    first_answer_rewards,
-    greedy_values,
-    is_better,
+    MeanChange,
+    earliest_unbeaten_evaluation,
+    first_sample_reward_by_problem,
+    greedy_value_by_problem,
+    held_out_change,
+    is_significantly_better,
     paired_difference,
 )
 from reporting.health import Records
 from reporting.history import Answers, History
 
-NUM_READ = 10  # problems that a verdict shows
+NUM_READ = 10  # the number of problems that a verdict shows
 
 
 class DrawnAnswer(NamedTuple):
-    """The last answer to a held-out problem, drawn for the user to read."""
+    """The newest answer to a randomly drawn held-out problem, for the user to read."""
 
     prompt: str
     text: str
-    facts: str  # see `describe_answer`
+    facts: str  # the answer's grade, its reward and the right answer, if they are known
 
 
 class Verdict(NamedTuple):
     outcome: str  # BETTER, WORSE, SAME or FEW
-    headline: str  # the outcome, and how the score moved if the figure did not
-    has_gained: bool  # whether more answers are right; no reward can fake this
-    text: str  # the figures
-    signs: list[str]  # how the run's answers changed, the most telling first
+    headline: str  # the outcome, and how the score changed if the accuracy did not
+    has_gained: bool  # whether significantly more answers are right according to the verifier
+    text: str  # the measured figures
+    signs: list[str]  # how the run's answers changed, the most telling sign first
     advice: str
-    drawn: list[DrawnAnswer]  # answers to ten problems, drawn at random
-    is_doubtful: bool  # whether the reward may have been gamed
-    warning: health.Finding | None  # None if nothing is bad
+    drawn: list[DrawnAnswer]  # the answers to ten randomly drawn problems
+    is_doubtful: bool  # whether the model may have gamed the reward
+    warning: health.RunWarning | None  # None if there is nothing to warn about
 
 
 def draw_problems(problems: list[int], settings: dict[str, Any]) -> list[int]:
-    """Draws the problems to read with the run's seed, so that nobody chooses them."""
+    """Draws at most ten problems to read; the run's seed decides, so that nobody picks them."""
     draws = random.Random(settings.get("seed"))
     return sorted(draws.sample(problems, min(NUM_READ, len(problems))))
 
@@ -84,33 +83,36 @@ def judge_change(run: History) -> Verdict | None:
     if len(run.evals) < 2:
         return None
     settings = run.settings
-    is_verified = run.figure == "accuracy"
+    is_verified = run.figure_name == "accuracy"
     first = run.evals[0]
     last = run.evals[-1]
-    first_answers = run.answers.get(first["step"], {})
-    last_answers = run.answers.get(last["step"], {})
+    first_answers = run.answers_by_step.get(first["step"], {})
+    last_answers = run.answers_by_step.get(last["step"], {})
     shared = sorted(first_answers.keys() & last_answers.keys())
     before = [first_answers[problem] for problem in shared]
     after = [last_answers[problem] for problem in shared]
 
-    change = change_between(run, first, last)
-    component_changes = changes_by_component(first_answers, last_answers)
+    change = held_out_change(run, first, last)
+    component_changes = change_by_component(first_answers, last_answers)
     total_change = None
     if is_verified and "eval/score" in last:
         total_change = paired_difference(
-            first_answer_rewards(first_answers), first_answer_rewards(last_answers)
+            first_sample_reward_by_problem(first_answers),
+            first_sample_reward_by_problem(last_answers),
         )
-    reward_moved = find_reward_move(change, total_change, component_changes, is_verified)
-    signs = find_signs(run, before, after, component_changes)
+    lone_reward_change = outcome_of_reward_alone(
+        change, total_change, component_changes, is_verified
+    )
+    signs = find_answer_changes(run, before, after, component_changes)
 
     outcome = change.outcome if change else FEW
     headline = outcome
     text = describe_figures(run, change, first_answers, last_answers)
-    if change is not None and has_moved_alone(change, total_change):
-        direction = "rose" if reward_moved == BETTER else "fell"
+    if change is not None and only_reward_changed(change, total_change):
+        direction = "rose" if lone_reward_change == BETTER else "fell"
         headline = f"{outcome}, though the score {direction}"
         text += f", though the score changed by {total_change}"
-    text += describe_components(change, component_changes)
+    text += describe_component_changes(change, component_changes)
 
     verifier_is_default = (
         is_verified
@@ -119,31 +121,34 @@ def judge_change(run: History) -> Verdict | None:
         and not settings.get("verifier")
     )
     reward_fix = advice.suggest_reward_fix(settings, verifier_is_default, after)
-    best = best_evaluation(run) or last
+    best = earliest_unbeaten_evaluation(run) or last
     warning = None
-    if is_better(change_between(run, last, best)):
-        best_value = best[f"eval/{run.figure}"]
+    if is_significantly_better(held_out_change(run, last, best)):
+        best_value = best[f"eval/{run.figure_name}"]
         decline = (
-            f"{run.figure} was better after step {best['step']}: {best_value:.3f} (adapter-best)"
+            f"{run.figure_name} was better after step {best['step']}, at {best_value:.3f}; "
+            "adapter-best is from that step"
         )
         text += f"; {decline}"
-        warning = health.Finding("worse", f"The {decline}. {advice.TOO_FAR}")
+        warning = health.RunWarning("worse", f"The {decline}. {advice.TOO_FAR}")
     elif signs.alarms:
         warning = gamed_reward_warning(signs.alarms, verifier_is_default, reward_fix)
 
     middle = run.evals[len(run.evals) // 2]
-    is_rising = best is last and is_better(change_between(run, middle, last))
+    is_still_improving = best is last and is_significantly_better(
+        held_out_change(run, middle, last)
+    )
     next_step = advice.suggest_next_step(
-        run, change, reward_moved, reward_fix if signs.is_doubtful else "", is_rising
+        run, change, lone_reward_change, reward_fix if signs.is_doubtful else "", is_still_improving
     )
     return Verdict(
         outcome=outcome,
         headline=headline,
-        has_gained=is_verified and is_better(change),
+        has_gained=is_verified and is_significantly_better(change),
         text=text,
         signs=signs.alarms + signs.changes,
         advice=next_step,
-        drawn=draw_answers(run, shared),
+        drawn=draw_last_answers(run, shared),
         is_doubtful=signs.is_doubtful,
         warning=warning,
     )
@@ -152,154 +157,174 @@ def judge_change(run: History) -> Verdict | None:
 # ---- the answers
 
 
-class Signs(NamedTuple):
-    """How the answers changed, a line for each change."""
+class AnswerChanges(NamedTuple):
+    """Lines that describe how a run's answers changed."""
 
-    alarms: list[str]  # signs that the reward is gamed
-    changes: list[str]  # other signs
-    is_doubtful: bool  # whether the reward may have been gamed
+    alarms: list[str]  # changes that suggest that the model games the reward
+    changes: list[str]  # all other changes
+    is_doubtful: bool  # whether the model may have gamed the reward
 
 
-def find_signs(
-    run: History, before: Records, after: Records, component_changes: dict[str, Change]
-) -> Signs:
+def find_answer_changes(
+    run: History,
+    answers_before: Records,
+    answers_after: Records,
+    component_changes: dict[str, MeanChange],
+) -> AnswerChanges:
     """
-    Compares the first and the last answers to the problems that both evaluations have.
+    Compares the answers of the first and last evaluations to the problems that both have.
 
-    The form of an answer cannot deceive a verifier, but it can deceive a judge. So if a judge gives
-    the score, a change of form is an alarm.
+    A change in length, copying or repetition is an alarm if a judge gives the score, because such a
+    change can deceive a judge but not a verifier.
     """
-    form_signs = form_change_signs(before, after)
-    word_signs = find_risen_words(run.settings, before, after)
-    if run.figure == "score":
-        alarms = unwitnessed_rise_signs(run.evals[0], run.evals[-1])
-        if not exact_component_rose(run.settings, component_changes):
+    form_signs = describe_copying_and_length_changes(answers_before, answers_after)
+    word_signs = describe_risen_words(run.settings, answers_before, answers_after)
+    if run.figure_name == "score":
+        alarms = describe_unconfirmed_score_rise(run.evals[0], run.evals[-1])
+        if not exact_metric_improved(run.settings, component_changes):
             alarms += form_signs
-            return Signs(alarms, word_signs, bool(alarms) or bool(word_signs))
-        return Signs(alarms, form_signs + word_signs, bool(alarms))
+            return AnswerChanges(alarms, word_signs, bool(alarms) or bool(word_signs))
+        return AnswerChanges(alarms, form_signs + word_signs, bool(alarms))
 
-    if run.figure == "accuracy":
-        alarms = find_rewarded_mistakes(run) if before else []
-        return Signs(alarms, missing_answer_signs(after) + form_signs + word_signs, bool(alarms))
-    return Signs([], form_signs + word_signs, False)
+    if run.figure_name == "accuracy":
+        alarms = describe_rewarded_mistakes(run) if answers_before else []
+        return AnswerChanges(
+            alarms,
+            describe_right_answers_never_given(answers_after) + form_signs + word_signs,
+            bool(alarms),
+        )
+    return AnswerChanges([], form_signs + word_signs, False)
 
 
-def draw_answers(run: History, problems: list[int]) -> list[DrawnAnswer]:
-    """Draws problems and returns the last answer to each."""
+def draw_last_answers(run: History, problems: list[int]) -> list[DrawnAnswer]:
+    """Draws at most ten problems at random, and returns the newest answer to each of them."""
     last = run.evals[-1]
-    answers = run.answers.get(last["step"], {})
+    answers = run.answers_by_step.get(last["step"], {})
     drawn = []
     for problem in draw_problems(problems, run.settings):
         answer = answers[problem]
-        facts = describe_answer(answer, last, run.figure == "accuracy")
-        drawn.append(DrawnAnswer(prompt_text(answer["prompt"]), final_text(answer), facts))
+        facts = describe_grade_and_right_answer(answer, last, run.figure_name == "accuracy")
+        drawn.append(
+            DrawnAnswer(last_user_text(answer["prompt"]), last_reply_or_completion(answer), facts)
+        )
     return drawn
 
 
 # ---- how the rewards moved
 
 
-def changes_by_component(first_answers: Answers, last_answers: Answers) -> dict[str, Change]:
-    """Returns the change of each reward component that both evaluations have."""
+def change_by_component(first_answers: Answers, last_answers: Answers) -> dict[str, MeanChange]:
+    """Returns the mean change of each reward component that both evaluations have."""
     changes = {}
     names = dict.fromkeys(name for record in last_answers.values() for name in record["rewards"])
     for name in names:
         change = paired_difference(
-            first_answer_rewards(first_answers, name), first_answer_rewards(last_answers, name)
+            first_sample_reward_by_problem(first_answers, name),
+            first_sample_reward_by_problem(last_answers, name),
         )
         if change:
             changes[name] = change
     return changes
 
 
-def has_moved_alone(change: Change, total_change: Change | None) -> bool:
-    """Whether the whole reward changed significantly but the figure did not."""
-    if total_change is None or change.outcome not in (SAME, FEW):
+def only_reward_changed(figure_change: MeanChange, reward_change: MeanChange | None) -> bool:
+    """Whether the total reward changed significantly but the held-out figure did not."""
+    if reward_change is None or figure_change.outcome not in (SAME, FEW):
         return False
-    return total_change.outcome in (BETTER, WORSE)
+    return reward_change.outcome in (BETTER, WORSE)
 
 
-def find_reward_move(
-    change: Change | None,
-    total_change: Change | None,
-    component_changes: dict[str, Change],
+def outcome_of_reward_alone(
+    change: MeanChange | None,
+    total_change: MeanChange | None,
+    component_changes: dict[str, MeanChange],
     is_verified: bool,
 ) -> str:
-    """Returns BETTER or WORSE if the rewards changed but the figure did not, otherwise ""."""
+    """Returns BETTER or WORSE if only the rewards changed and the figure did not, otherwise ""."""
     if change is None:
         return ""
-    if total_change is not None and has_moved_alone(change, total_change):
+    if total_change is not None and only_reward_changed(change, total_change):
         return total_change.outcome
-    # a single component rose
-    if is_verified and change.mean <= 0 and any(map(is_better, component_changes.values())):
+    # at least one component of the reward rose
+    if (
+        is_verified
+        and change.mean <= 0
+        and any(map(is_significantly_better, component_changes.values()))
+    ):
         return BETTER
     return ""
 
 
-def exact_component_rose(settings: dict[str, Any], component_changes: dict[str, Change]) -> bool:
-    """Whether this project's metric `exact` rose; a user's reward of that name does not count."""
+def exact_metric_improved(
+    settings: dict[str, Any], component_changes: dict[str, MeanChange]
+) -> bool:
+    """Whether the built-in reward `exact` rose, rather than a user's own reward of that name."""
     user_rewards = set()
     for spec in settings.get("reward") or ():
         user_rewards.update(spec.rpartition(":")[2].split(","))
-    return "exact" not in user_rewards and is_better(component_changes.get("exact"))
+    return "exact" not in user_rewards and is_significantly_better(component_changes.get("exact"))
 
 
-def find_rewarded_mistakes(run: History) -> list[str]:
-    """Returns a line if alarmingly many wrong answers earn the highest reward."""
-    first, last = problems_with_rewarded_mistakes(run.answers)
+def describe_rewarded_mistakes(run: History) -> list[str]:
+    """Returns a line if alarmingly many wrong answers get the highest reward of the run."""
+    first, last = problems_answered_wrong_with_highest_reward(run.answers_by_step)
     if not last:
         return []
     return [f"{CHEATED}: {len(first)} -> {len(last)} answers"]
 
 
-def find_risen_words(settings: dict[str, Any], before: Records, after: Records) -> list[str]:
-    """Returns lines about the words that rose in the answers, or else in the greedy answers."""
-    signs = risen_word_signs(before, after)
-    # with tools or an environment a greedy answer contains its calls too
+def describe_risen_words(settings: dict[str, Any], before: Records, after: Records) -> list[str]:
+    """
+    Returns lines about words that became more common in the sampled answers.
+
+    If there are no such words, the lines are about the greedy answers.
+    """
+    signs = describe_words_used_more(before, after)
+    # with tools or an environment, the text of a greedy answer contains tool calls too
     if signs or settings.get("tools") or settings.get("env"):
         return signs
-    return risen_word_signs(before, after, greedy_text, "greedy answers")
+    return describe_words_used_more(before, after, greedy_text_or_empty, "greedy answers")
 
 
 def gamed_reward_warning(
     alarms: list[str], verifier_is_default: bool, reward_fix: str
-) -> health.Finding:
-    suspicion = "The reward may favour something that you did not mean"
+) -> health.RunWarning:
+    suspicion = "The reward may favour something that you did not intend"
     if verifier_is_default:
         suspicion += ", or the verifier may be too strict"
-    return health.Finding("gamed", f"{suspicion} ({'; '.join(alarms)}). {reward_fix}")
+    return health.RunWarning("gamed", f"{suspicion} ({'; '.join(alarms)}). {reward_fix}")
 
 
 # ---- the figures in words
 
 
 def describe_figures(
-    run: History, change: Change | None, first_answers: Answers, last_answers: Answers
+    run: History, change: MeanChange | None, first_answers: Answers, last_answers: Answers
 ) -> str:
-    """Returns the figure before and after, its change, and the same for greedy answers."""
+    """Describes the held-out figure, and that of greedy answers, before and after training."""
     first = run.evals[0]
     last = run.evals[-1]
-    kind = "conversations" if run.figure == "loss" else "problems"
+    kind = "conversations" if run.figure_name == "loss" else "problems"
     if change is None:
-        steps = f"both step {first['step']} and {last['step']}"
-        return f"{run.figure}: fewer than two {kind} have a figure after {steps}"
+        steps = f"both step {first['step']} and step {last['step']}"
+        return f"fewer than two {kind} have a readable {run.figure_name} after {steps}"
 
     start = str(first["step"])
-    origin = describe_start(run.settings) if first["step"] == 0 else ""
+    origin = describe_initial_adapter(run.settings) if first["step"] == 0 else ""
     if origin:
         start += f"{origin},"
     num = str(change.num)
     if change.num < last["eval/num"]:
         num += f" of {last['eval/num']}"
-    old = first[f"eval/{run.figure}"]
-    new = last[f"eval/{run.figure}"]
-    text = f"{run.figure} {old:.3f} -> {new:.3f} from step {start} to {last['step']}"
+    old = first[f"eval/{run.figure_name}"]
+    new = last[f"eval/{run.figure_name}"]
+    text = f"{run.figure_name} {old:.3f} -> {new:.3f} from step {start} to {last['step']}"
     text += f", on {num} held-out {kind}; gain {change}"
-    if run.figure == "loss":
-        text = "; ".join([text, *warn_of_few_held_out(change.num, run.settings)])
+    if run.figure_name == "loss":
+        text = "; ".join([text, *warnings_of_few_held_out(change.num, run.settings)])
 
-    before = greedy_values(first_answers)
-    after = greedy_values(last_answers)
+    before = greedy_value_by_problem(first_answers)
+    after = greedy_value_by_problem(last_answers)
     greedy_change = paired_difference(before, after)
     if greedy_change:
         old = statistics.fmean(before.values())
@@ -308,8 +333,10 @@ def describe_figures(
     return text
 
 
-def describe_components(change: Change | None, component_changes: dict[str, Change]) -> str:
-    """Returns the changes of reward components, or "" if they say no more than the figure."""
+def describe_component_changes(
+    change: MeanChange | None, component_changes: dict[str, MeanChange]
+) -> str:
+    """Describes the changes of the reward components, or returns "" if they equal the figure's."""
     means = {name: component.mean for name, component in component_changes.items()}
     if change is not None and all(mean == change.mean for mean in means.values()):
         return ""
@@ -320,19 +347,19 @@ def describe_components(change: Change | None, component_changes: dict[str, Chan
 
 
 def verdict_lines(verdict: Verdict | None, settings: dict[str, Any], run: Path) -> list[str]:
-    """Returns the lines that show a run's verdict in the terminal."""
+    """Returns the lines with which a terminal shows the verdict on a run."""
     if verdict is None:
-        measure = advice.comparison_command(settings, shlex.quote(str(run)))
+        measure = advice.command_to_evaluate_before_and_after(settings, shlex.quote(str(run)))
         return [
-            "verdict: none, because it needs two held-out evaluations (--eval-every)",
-            f"next: measure before and after training: {measure}",
+            "verdict: none, because a verdict needs two held-out evaluations (--eval-every)",
+            f"next: evaluate the model before and after training: {measure}",
         ]
     lines = [f"verdict: {verdict.headline}", f"  {verdict.text}"]
     lines += [f"  changed: {sign}" for sign in verdict.signs]
     if verdict.drawn:
-        lines.append(f"  {len(verdict.drawn)} answers drawn at random, to read:")
+        lines.append(f"  read these {len(verdict.drawn)} answers, which were drawn at random:")
     for answer in verdict.drawn:
-        line = f"    {shorten_answer(answer.prompt)} -> {shorten_answer(answer.text)}"
+        line = f"    {shorten_to_one_line(answer.prompt)} -> {shorten_to_one_line(answer.text)}"
         if answer.facts:
             line += f" ({answer.facts})"
         lines.append(line)

@@ -1,1 +1,1 @@
-"""Rewards: users' functions, verifiers, and the audit that tests both."""
+"""Built-in rewards, users' reward functions, verifiers, and the audit that tests rewards."""

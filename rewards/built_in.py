@@ -1,8 +1,8 @@
 """
-Built-in rewards that suit any task, and are requested by name, as in --reward length:200.
+The built-in rewards, which suit any task. Users request them by name, as in --reward length:200.
 
-This file does not cover users' functions (rewards/rewards.py) or the comparison with right answers
-(rewards/verifiers.py).
+This file does not cover users' reward functions (rewards/rewards.py) or the comparison of
+completions with right answers (rewards/verifiers.py).
 """
 
 import functools
@@ -12,29 +12,32 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
-from prompts.examples import prompt_text
+from prompts.examples import last_user_text
 from rewards import form
 from rewards.statements import marked_texts
 from rewards.verifiers import math_correct
 
-# It is called by keyword: prompts, completions and the columns of the data.
+# A reward takes the prompts, the completions and the columns of the data as keyword arguments.
 Reward = Callable[..., list[float]]
 
 
-def length(target: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
+def length_reward(target: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
     """
-    0 for `target` tokens, falling linearly with the distance from the target.
+    The reward `length`: 0 for a completion of `target` tokens, and less for any other length.
 
-    It is -1 for no tokens, and for twice the target or more.
+    The reward falls linearly to -1 at 0 tokens, and at twice the target or more.
     """
     return [-min(abs(count - target) / target, 1.0) for count in num_tokens]
 
 
-def soft_overlong(max_len: float, cache: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
+def soft_overlong_reward(
+    max_len: float, cache: float, num_tokens: Sequence[int], **_: Any
+) -> list[float]:
     """
-    0 for at most max_len - cache tokens, then falling linearly to -1 for max_len tokens.
+    The reward `soft_overlong`, from equation 13 of the DAPO paper (arXiv:2503.14476).
 
-    Source: DAPO, arXiv:2503.14476, equation 13.
+    The reward is 0 for at most max_len - cache tokens, and then falls linearly to -1 for max_len
+    tokens or more.
     """
     rewards = []
     for count in num_tokens:
@@ -43,52 +46,60 @@ def soft_overlong(max_len: float, cache: float, num_tokens: Sequence[int], **_: 
     return rewards
 
 
-def boxed_once(completions: Sequence[str], **_: Any) -> list[float]:
-    """1 for a completion in which `marked_texts` finds exactly one mark, else 0."""
+def exactly_one_mark(completions: Sequence[str], **_: Any) -> list[float]:
+    """1 for each completion in which `marked_texts` finds exactly one marked answer, else 0."""
     return [float(len(marked_texts(text)) == 1) for text in completions]
 
 
-def coin(completions: Sequence[str], prompts: Sequence[Any], **_: Any) -> list[float]:
+def random_zero_or_one(completions: Sequence[str], prompts: Sequence[Any], **_: Any) -> list[float]:
     """
-    0 or 1 at random, as a control: if a run with this reward changes, no reward taught the change.
+    The reward `random`, which is 0 or 1 at random.
 
-    A resumed run repeats the same values, which depend on the row, the prompt and the completion.
+    The reward serves as a control, since a model cannot have learned a change from a random reward.
+    A value depends only on the row, the prompt and the completion, so a
+    resumed run repeats the same values.
     """
     rows = enumerate(zip(prompts, completions, strict=True))
     return [float(sha256(repr(row).encode()).digest()[0] % 2) for row in rows]
 
 
-def well_formed(
+def finished_well_formed_no_refusal(
     max_tokens: float,
     completions: Sequence[str],
     prompts: Sequence[Any],
     num_tokens: Sequence[int],
     **_: Any,
 ) -> list[float]:
-    """1 for an answer that ends before `max_tokens`, has form and is no refusal, else 0."""
+    """
+    1 for each completion that has fewer than `max_tokens` tokens, is well-formed and is no refusal,
+    else 0.
+    """
     rewards = []
     for text, prompt, count in zip(completions, prompts, num_tokens, strict=True):
-        is_answer = not form.is_refusal(text) and form.has_form(text, prompt_text(prompt))
+        is_answer = not form.is_refusal(text) and form.looks_like_answer(
+            text, last_user_text(prompt)
+        )
         rewards.append(float(count < max_tokens and is_answer))
     return rewards
 
 
-# The parameters of type float are the numbers that the user writes after the name.
+# Users write the numbers for the parameters of type float after the name, as in length:200.
 BUILT_IN: dict[str, Reward] = {
-    "length": length,
-    "soft_overlong": soft_overlong,
-    "boxed_once": boxed_once,
+    "length": length_reward,
+    "soft_overlong": soft_overlong_reward,
+    "boxed_once": exactly_one_mark,
     "math_verify": math_correct,
-    "random": coin,
-    "format": well_formed,
+    "random": random_zero_or_one,
+    "format": finished_well_formed_no_refusal,
 }
 
 
-def make_built_in(spec: str) -> Reward:
+def make_built_in_reward(spec: str) -> Reward:
     """
-    The built-in reward that a spec such as length:200 names.
+    The built-in reward that a specification such as length:200 names.
 
-    Raises ValueError unless the spec has as many positive whole numbers as the reward takes.
+    Raises ValueError unless the specification has as many numbers as the reward takes, all of them
+    positive and whole.
     """
     name, *numbers = spec.split(":")
     reward = BUILT_IN[name]
@@ -98,7 +109,9 @@ def make_built_in(spec: str) -> Reward:
     if len(numbers) != len(number_names) or not are_positive:
         placeholders = [f"<{key}>" for key in number_names]
         pattern = ":".join([name, *placeholders])
-        raise ValueError(f"--reward {spec!r} is not {pattern}, with positive whole numbers")
+        raise ValueError(
+            f"--reward is {spec!r}; write it as {pattern}, with positive whole numbers"
+        )
 
     if not number_names:
         return reward

@@ -1,17 +1,21 @@
 # ruff: noqa: RUF001  (words of several languages)
 """
-Finds which of a few known answers a text states: letters, or labels such as "spam".
+Finds the choice that a text states as its answer.
 
-- A sentence states a choice if it is only the choice, or if a label is before the choice: "The
-  answer is B". An explanation may follow: "because A is a sugar", "not A".
-- `read_choice` takes the first such sentence in a text. The rest of the text explains the choice,
-  unless the rest takes it back.
-- If there is no such sentence, a line such as "B) Chlorophyll" that opens the text states the
-  choice (`_opening_option`), or a sentence such as "It must be B" (`_introduces` with may_be_weak).
-- `read_object` reads a choice from a JSON object.
+A choice is one of a few known answers, such as the letter "B" or the label "spam".
 
-This file does not cover how marks and labels are found (rewards/statements.py). Each function takes
-time linear in the length of the text.
+- A sentence states a choice if it consists only of the choice, or if it introduces the choice with
+  a label, as in "The answer is B". An explanation such as "because A is a sugar" or "not A" may
+  follow the choice.
+- `read_choice` takes the first sentence in a text that states a choice. The rest of the text
+  explains the choice, unless the rest takes the choice back.
+- If no sentence states a choice, the first line may state one, as "B) Chlorophyll" does
+  (`_read_opening_option`). If the first line states no choice either, a sentence such as "It must
+  be B" may state a choice (`_can_introduce_choice` with may_be_weak).
+- `read_choice_in_json` reads a choice from a JSON object.
+
+This file does not cover how marked and labelled answers are found (rewards/statements.py). Each
+function takes time linear in the length of the text.
 """
 
 import json
@@ -27,7 +31,7 @@ _NOT = re.compile(
 )
 _SCRIPTS_WITHOUT_SPACES = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
 _CLOSERS = r"[\s)\]}\"'*_`\u300d\u300f\u201d\u00bb]*"
-_CLAUSE_END = re.compile(  # the text that may follow a choice that a sentence states
+_CLAUSE_END = re.compile(  # the text that may follow a choice in a sentence that states the choice
     rf"{_CLOSERS}(?:です|だ|입니다|이다|है|olarak)?{_CLOSERS}"
     r"(?:$|[^\w\s/|&+'\"-]|-+ |(?=because\b|since\b|although\b|though\b|while\b|whereas\b|rather\b|"
     r"instead\b|not\b|"
@@ -80,7 +84,7 @@ _WEAK_LEAD = re.compile(
 _COLON_LABEL = re.compile(
     rf"{statements.DRESS}[^\W\d_][\w /-]{{0,30}}[\s*_`]*[:=\uff1a][\s*_`\"']*$"
 )
-_NO_LABEL = re.compile(  # a label of something that is not the answer
+_NO_LABEL = re.compile(  # labels of text that is not the answer
     r"wrong|mistake|incorrect|false|\bnot\b|never|distract|altern|runner|second|guess|other|trap|"
     r"except|unlike|example|"
     r"note|hint|eliminat|rul|reject|exclu|discard|why|instead|versus|compar|former|previous|"
@@ -122,62 +126,64 @@ _OPENS_QUESTION = re.compile(
 )
 
 
-def _pattern_of(name: str, letter: str) -> str:
+def _whole_choice_pattern(choice: str, letter_pattern: str) -> str:
     """
-    A pattern that finds a choice by itself: not as a part of a word, and not the "no" in "no
-    doubt".
+    A regular expression that finds a choice where it is not part of a longer word or phrase.
+
+    For example, the expression for "no" does not match in "not" or in "no doubt".
     """
-    word = re.escape(name)
+    word = re.escape(choice)
     goes_on = r"because|since|as|for|but|and|or|if|it|they|he|she|this|that|there|not"
-    end = rf"(?!\s+(?!(?:{goes_on})\b)[a-z])" if name.lower() == "no" else ""
-    # A pattern that begins with letters matches faster than one that begins with a look-behind.
-    return rf"{word}(?<!{letter}{word})(?<!\w['-]{word})(?<!-{word}){end}"
+    end = rf"(?!\s+(?!(?:{goes_on})\b)[a-z])" if choice.lower() == "no" else ""
+    # Matching is faster if the expression begins with letters than if it begins with a look-behind.
+    return rf"{word}(?<!{letter_pattern}{word})(?<!\w['-]{word})(?<!-{word}){end}"
 
 
 _OPENING = re.compile(rf"\W*{statements.LEAD}\W*{_PREFIX}", re.I)
 
 
 class Choices:
-    """A data set's choices, and how a text names them."""
+    """The choices of a data set, and the patterns that find the choices in a text."""
 
     def __init__(self, names: Collection[str]):
         self.names = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
         self.are_letters = all(len(name) == 1 for name in self.names)
-        # Letters must be capitals: "a" is an article.
+        # A single letter must be a capital, since "a" is an article.
         self.case = re.IGNORECASE if any(len(name) > 1 for name in self.names) else 0
         is_ascii = all(name.isascii() for name in self.names)
         letter = rf"[^\W{_SCRIPTS_WITHOUT_SPACES}]" if is_ascii else r"\w"
-        words = "|".join(_pattern_of(name, letter) for name in self.names)
+        words = "|".join(_whole_choice_pattern(name, letter) for name in self.names)
         self.pattern = re.compile(rf"(?:{words})(?!{letter}|['-]\w)", self.case)
         marks = r"[\s*_`>#\"'\u2022-]*(?:(?:option|choice|statement) )?[(\[]?"
         self.option_line = re.compile(
             rf"{marks}({self.pattern.pattern})[)\]]?[.):\uff1a-]+[)\s*_`]+(?=\S)", self.case
         )
-        self.known = {self.key(name): name for name in self.names}
+        self.known = {self.normalize(name): name for name in self.names}
 
-    def key(self, text: str) -> str:
+    def normalize(self, text: str) -> str:
         return " ".join(text.casefold().split())
 
-    def named_in(self, text: str) -> set[str]:
-        return {self.key(match[0]) for match in self.pattern.finditer(text)}
+    def choices_in(self, text: str) -> set[str]:
+        return {self.normalize(match[0]) for match in self.pattern.finditer(text)}
 
-    def alone(self, text: str) -> str | None:
+    def choice_if_alone(self, text: str) -> str | None:
         """
-        The choice, if a text is nothing else apart from Markdown, brackets, emoji and the full
-        stop; None for other texts.
+        The choice that is the whole text, apart from Markdown, brackets, emoji and a full stop.
+
+        None if the text contains anything else.
         """
         if len(text) > statements.LONGEST_LINE or statements.is_question(text):
             return None
-        text = clean(text)
+        text = remove_bold_code_and_latex(text)
         bare = re.sub(r"^[^\w]+|[^\w]+$", "", text)
-        if self.key(bare) not in self.known:
+        if self.normalize(bare) not in self.known:
             bare = re.sub(rf"^{_PREFIX}", "", bare, flags=re.I)
-        key = self.key(bare)
+        key = self.normalize(bare)
         return key if key in self.known else None
 
 
-def clean(text: str) -> str:
-    """A text without the marks of bold and code, and without LaTeX around words."""
+def remove_bold_code_and_latex(text: str) -> str:
+    """The text without Markdown for bold and code, and without LaTeX commands around words."""
     if "\\" in text:
         text = re.sub(r"\\(?:text|math)[a-z]*\{([^{}]*)\}", r"\1", text)
     for dress in ("*", "`", "$", "__"):
@@ -188,12 +194,14 @@ def clean(text: str) -> str:
 # ---- a sentence
 
 
-def read_sentence(sentence: str, choices: Choices, *, may_be_weak: bool = False) -> str | None:
+def read_choice_in_sentence(
+    sentence: str, choices: Choices, *, may_be_weak: bool = False
+) -> str | None:
     """
-    The choice that a sentence states by itself or after a label.
+    The choice that a sentence states, either alone or after a label.
 
-    None if the sentence states no choice, or leaves the choice open.
-    may_be_weak: whether "it must be B" and "Sentiment: B" state a choice too.
+    None if the sentence states no choice, or does not commit to one choice.
+    may_be_weak: whether sentences such as "it must be B" and "This is spam" state a choice too.
     """
     if len(sentence) > statements.LONGEST_LINE or statements.is_question(sentence):
         return None
@@ -203,25 +211,32 @@ def read_sentence(sentence: str, choices: Choices, *, may_be_weak: bool = False)
         opens = _OPENING.fullmatch(before)
         right = _IS_RIGHT.match(after) if opens else None
         if right:
-            is_open = _leaves_open(after[right.end() :], match[0], choices)
-            return None if is_open else choices.key(match[0])
-        if may_be_weak and _has_noun_after(before, after):
-            return choices.key(match[0])
-        if not _introduces(before, choices, may_be_weak=may_be_weak):
+            is_open = _leaves_choice_open(after[right.end() :], match[0], choices)
+            return None if is_open else choices.normalize(match[0])
+        if may_be_weak and _choice_describes_noun(before, after):
+            return choices.normalize(match[0])
+        if not _can_introduce_choice(before, choices, may_be_weak=may_be_weak):
             continue
-        if not _CLAUSE_END.match(after) and not _ends_in_noun(before, after):
+        if not _CLAUSE_END.match(after) and not _is_choice_with_noun(before, after):
             continue
-        return None if _leaves_open(after, match[0], choices) else choices.key(match[0])
+        return (
+            None if _leaves_choice_open(after, match[0], choices) else choices.normalize(match[0])
+        )
     return None
 
 
-def _introduces(before: str, choices: Choices, *, may_be_weak: bool) -> bool:
-    """Whether the words before a choice allow it to be the answer: none, a label or a weak lead."""
+def _can_introduce_choice(before: str, choices: Choices, *, may_be_weak: bool) -> bool:
+    """
+    Whether the words before a choice can introduce it as the answer.
+
+    An empty text or a label can introduce a choice. With may_be_weak, a verb
+    such as "is" can also introduce a choice.
+    """
     rest = re.sub(r"^[\s*_`>#~\"'(\[{\u300c\u300e\u201c\u201e\u00ab\u2022.=-]+", "", before)
     if not rest:
         return True
     lead = re.match(statements.LEAD, rest, re.I)
-    if lead and lead.end() and not _has_word(rest[lead.end() :]):
+    if lead and lead.end() and not _has_word_character(rest[lead.end() :]):
         return True
     for label in (statements.LABEL.match(before), _NOUN_LABEL.match(before)):
         if label and re.fullmatch(
@@ -237,15 +252,15 @@ def _introduces(before: str, choices: Choices, *, may_be_weak: bool) -> bool:
     clause = re.split(clause_start, before)[-1]
     earlier = before[: len(before) - len(clause)]
     is_conclusion = not clause and re.search(r"\b(?:so|thus|hence|therefore) $", earlier)
-    if is_conclusion and not choices.named_in(earlier):
+    if is_conclusion and not choices.choices_in(earlier):
         return may_be_weak
     if not may_be_weak:
-        is_clause = earlier and _has_word(clause) and _RULES_OUT.search(earlier)
+        is_clause = earlier and _has_word_character(clause) and _RULES_OUT.search(earlier)
         label = statements.LABEL.match(clause) or _NOUN_LABEL.match(clause) if is_clause else None
-        return bool(label and not _has_word(clause[label.end() :]))
-    if choices.named_in(earlier) and not _RULES_OUT.search(earlier):
+        return bool(label and not _has_word_character(clause[label.end() :]))
+    if choices.choices_in(earlier) and not _RULES_OUT.search(earlier):
         return False
-    if _NOT.search(clause) or _OPENS_QUESTION.match(clause) or choices.named_in(clause):
+    if _NOT.search(clause) or _OPENS_QUESTION.match(clause) or choices.choices_in(clause):
         return False
     if _NO_ANSWER.search(clause):
         return False
@@ -255,22 +270,22 @@ def _introduces(before: str, choices: Choices, *, may_be_weak: bool) -> bool:
         return bool(_COLON_LABEL.fullmatch(before)) and not _NO_LABEL.search(before)
     if earlier and re.match(r"\W*(?:final )?answer\W*$", clause, re.I):
         return True
-    return bool(_WEAK_LEAD.search(clause)) and (not earlier or bool(_has_word(clause)))
+    return bool(_WEAK_LEAD.search(clause)) and (not earlier or bool(_has_word_character(clause)))
 
 
-def _has_word(text: str) -> bool:
+def _has_word_character(text: str) -> bool:
     return bool(re.search(r"\w", text))
 
 
-def _ends_in_noun(before: str, after: str) -> bool:
-    """Whether a sentence is only a choice and the noun that it labels: "Positive sentiment"."""
-    if _has_word(before):
+def _is_choice_with_noun(before: str, after: str) -> bool:
+    """Whether a sentence is only a choice and a noun after it, as in "Positive sentiment"."""
+    if _has_word_character(before):
         return False
     return bool(re.fullmatch(rf"{_CLOSERS} ?{_NOUN}\W*", after, re.I))
 
 
-def _has_noun_after(before: str, after: str) -> bool:
-    """Whether a sentence uses a choice to describe something: "This is a positive review."."""
+def _choice_describes_noun(before: str, after: str) -> bool:
+    """Whether a choice describes the noun after it, as in "This is a positive review."."""
     verb = r"\b(?:is|has|expresses|conveys|shows)(?: (?:an?|the))? [\"'(]*$"
     if not re.search(verb, before, re.I):
         return False
@@ -279,14 +294,15 @@ def _has_noun_after(before: str, after: str) -> bool:
     return bool(re.fullmatch(rf"{_CLOSERS} ?{_NOUN}[\s.!*]*", after, re.I))
 
 
-def _leaves_open(rest: str, stated: str, choices: Choices) -> bool:
+def _leaves_choice_open(rest: str, stated: str, choices: Choices) -> bool:
     """
-    Whether the rest of a sentence, after a choice, adds a condition, or names another choice
-    without ruling it out.
+    Whether the words after a choice leave the answer open.
+
+    The answer is open if the words add a condition, or name another choice without ruling it out.
     """
     if re.match(rf"\W*(?:{statements.OR}|{statements.MAYBE}|only if\b|if\b)", rest, re.I):
         return True
-    other_names = choices.named_in(rest) - {choices.key(stated)}
+    other_names = choices.choices_in(rest) - {choices.normalize(stated)}
     if _RULES_OUT_REST.match(rest) and not re.search(statements.MAYBE, rest, re.I):
         return False
     if re.search(rf"{statements.OR}|{statements.MAYBE}", rest, re.I) and other_names:
@@ -309,79 +325,91 @@ def _leaves_open(rest: str, stated: str, choices: Choices) -> bool:
 # ---- a text
 
 
-def read_option_line(line: str, choices: Choices) -> tuple[str, str] | None:
+def split_option_line(line: str, choices: Choices) -> tuple[str, str] | None:
     """
-    The letter that opens a line such as "B) Chlorophyll", and the rest of the line; else None.
+    The letter that opens an option line such as "B) Chlorophyll", and the rest of the line.
+
+    None if the line is no option line.
     """
     if not choices.are_letters or len(line) > statements.LONGEST_LINE:
         return None
     match = choices.option_line.match(line)
     if not match or not re.search(r"\w", line[match.end() :]):
         return None
-    return choices.key(match[1]), line[match.end() :]
+    return choices.normalize(match[1]), line[match.end() :]
 
 
 def read_choice_answers(text: str, choices: Choices) -> list[str]:
     """
-    The choices that a text states, with "" for a statement that is no choice. Each must be right.
+    The choices that a completion states; the completion is right only if each of them is right.
 
-    A JSON object is read first, then the marks that name a choice, then the text without its marks.
+    An empty string stands for a statement that names no single choice. If the text is a JSON
+    object, only the object is read. Otherwise, marked answers that name a choice are read. If no
+    marked answer names a choice, the text without its marked answers is read.
     """
-    stated = read_object(text, choices)
+    stated = read_choice_in_json(text, choices)
     if stated is not None:
         return [stated]
 
-    def is_choice(mark: str) -> bool:
-        return bool(choices.named_in(clean(mark)) or choices.alone(mark))
+    def names_choice(mark: str) -> bool:
+        return bool(
+            choices.choices_in(remove_bold_code_and_latex(mark)) or choices.choice_if_alone(mark)
+        )
 
-    marks = statements.read_marks(text, is_choice)
+    marks = statements.read_last_mark_and_guesses(text, names_choice)
     if marks:
-        return [_read_choice_mark(mark, choices) for mark in marks]
-    return [read_choice(statements.remove_marks(text), choices) or ""]
+        return [_read_choice_in_mark(mark, choices) for mark in marks]
+    return [read_choice(statements.remove_marked_answers(text), choices) or ""]
 
 
-def _read_choice_mark(mark: str, choices: Choices) -> str:
-    stated = read_object(mark, choices)
+def _read_choice_in_mark(mark: str, choices: Choices) -> str:
+    stated = read_choice_in_json(mark, choices)
     if stated is None:
         stated = read_choice(mark, choices)
     return stated or ""
 
 
 def read_choice(text: str, choices: Choices) -> str | None:
-    """The choice that a text without marks states: the first rule above that finds one decides."""
-    alone = choices.alone(text)
+    """
+    The choice that a text without marked answers states; None if there is none.
+
+    The rules are those in the docstring of this file. The first rule that finds a choice decides.
+    """
+    alone = choices.choice_if_alone(text)
     if alone is not None:
         return alone
-    lines = statements.split_lines(clean(statements.join_labels(text)))
-    sentences = _sentences_of(lines, choices)
-    stated = _first_stated(sentences, choices, may_be_weak=False)
+    lines = statements.nonempty_lines(
+        remove_bold_code_and_latex(statements.join_labels_with_next_lines(text))
+    )
+    sentences = _sentences_without_options(lines, choices)
+    stated = _first_stated_choice(sentences, choices, may_be_weak=False)
     if stated is None:
-        stated = _opening_option(lines, choices)
+        stated = _read_opening_option(lines, choices)
     if stated is None:
-        stated = _first_stated(sentences, choices, may_be_weak=True)
+        stated = _first_stated_choice(sentences, choices, may_be_weak=True)
     return stated or None
 
 
-def _first_stated(
+def _first_stated_choice(
     sentences: list[str], choices: Choices, *, may_be_weak: bool, stated: str | None = None
 ) -> str | None:
     """
-    The choice in the first sentence that states one, or in a later sentence that concludes.
+    The choice in the first sentence that states one, or in a later sentence that is a conclusion.
 
-    "" if the other sentences contradict the choice, leave it open, or take it back. None if no
-    sentence states a choice.
-    stated: a choice that was stated before these sentences.
+    The result is "" if other sentences contradict the choice, leave it open, or take it back. The
+    result is None if no sentence states a choice.
+    stated: the choice that was stated before these sentences, if any.
     """
     is_contradicted = False
-    may_take_back = stated is not None and statements.may_take_back("\n".join(sentences))
+    may_take_back = stated is not None and statements.may_take_answer_back("\n".join(sentences))
     for place, sentence in enumerate(sentences):
-        names = choices.named_in(sentence)
+        names = choices.choices_in(sentence)
         if not names and not stated:
             continue
         concludes = bool(statements.CONCLUDES.match(sentence))
-        is_taken_back = may_take_back and statements.is_taken_back(sentence)
+        is_taken_back = may_take_back and statements.takes_answer_back(sentence)
         names_another = bool(stated and names - {stated})
-        if is_taken_back or (names_another and _corrects(sentence, stated or "", choices)):
+        if is_taken_back or (names_another and _replaces_choice(sentence, stated or "", choices)):
             stated = ""
             is_contradicted = False
         elif names_another and statements.is_hedge(sentence) and not _NOT.search(sentence):
@@ -389,11 +417,13 @@ def _first_stated(
         if not names:
             continue
         is_weak = may_be_weak or (stated is not None and concludes)
-        choice = read_sentence(_without_correction(sentence), choices, may_be_weak=is_weak)
+        choice = read_choice_in_sentence(
+            _strip_correction_words(sentence), choices, may_be_weak=is_weak
+        )
         if choice is None:
             continue
         if stated is None:
-            may_take_back = statements.may_take_back("\n".join(sentences[place + 1 :]))
+            may_take_back = statements.may_take_answer_back("\n".join(sentences[place + 1 :]))
         if concludes or may_be_weak or not stated:
             stated = choice
             is_contradicted = False
@@ -402,26 +432,26 @@ def _first_stated(
     return "" if is_contradicted else stated
 
 
-def _sentences_of(lines: list[str], choices: Choices) -> list[str]:
-    """The sentences in some lines, without options such as "A: a sugar"."""
+def _sentences_without_options(lines: list[str], choices: Choices) -> list[str]:
+    """The sentences in the lines, leaving out options such as "A) a sugar"."""
     sentences = []
     for line in lines:
-        if read_option_line(line, choices) is None:
+        if split_option_line(line, choices) is None:
             parts = statements.split_sentences(line)
-            sentences += [part for part in parts if read_option_line(part, choices) is None]
+            sentences += [part for part in parts if split_option_line(part, choices) is None]
     return sentences
 
 
-def _corrects(sentence: str, stated: str, choices: Choices) -> bool:
-    """Whether a sentence replaces the stated choice with another one: "Actually, C."."""
+def _replaces_choice(sentence: str, stated: str, choices: Choices) -> bool:
+    """Whether a sentence replaces the stated choice with another one, as "Actually, C." may do."""
     correction = _CORRECTION.search(sentence)
     if not correction or _NOT.search(sentence):
         return False
-    return bool(choices.named_in(sentence[correction.end() :]) - {stated})
+    return bool(choices.choices_in(sentence[correction.end() :]) - {stated})
 
 
-def _without_correction(sentence: str) -> str:
-    """A sentence without "Wait, actually" at its beginning."""
+def _strip_correction_words(sentence: str) -> str:
+    """The sentence without opening words of correction, such as "Wait, actually"."""
     words = r"(?:wait|hmm+|oh|no|but|sorry|actually|oops|correction|i mean(?:t)?|rather|well)"
     match = re.match(rf"\W*(?:{words}[\s,.:!\u2026-]+)+", sentence, re.I)
     if not match or match.end() == len(sentence):
@@ -430,21 +460,23 @@ def _without_correction(sentence: str) -> str:
     return sentence if is_choice else sentence[match.end() :]
 
 
-def _opening_option(lines: list[str], choices: Choices) -> str | None:
+def _read_opening_option(lines: list[str], choices: Choices) -> str | None:
     """
-    The letter of a first line such as "B) Chlorophyll"; "" if the next line is the next option.
+    The letter of the first line, if that line is an option such as "B) Chlorophyll"; else None.
+
+    The result is "" if the next line is the next option in a list.
     """
-    option = read_option_line(lines[0], choices) if lines else None
+    option = split_option_line(lines[0], choices) if lines else None
     if option is None:
         return None
     letter, rest = option
-    next_option = read_option_line(lines[1], choices) if lines[1:] else None
-    if next_option and next_option[0] >= letter:  # the text lists the options in order
+    next_option = split_option_line(lines[1], choices) if lines[1:] else None
+    if next_option and next_option[0] >= letter:  # the text only lists the options in order
         return ""
     if statements.is_question(rest):
         return ""
-    sentences = statements.split_sentences(rest) + _sentences_of(lines[1:], choices)
-    return _first_stated(sentences, choices, may_be_weak=False, stated=letter)
+    sentences = statements.split_sentences(rest) + _sentences_without_options(lines[1:], choices)
+    return _first_stated_choice(sentences, choices, may_be_weak=False, stated=letter)
 
 
 # ---- JSON
@@ -464,24 +496,28 @@ _EXPLAINING_KEY = re.compile(
 )
 
 
-def read_object(text: str, choices: Choices) -> str | None:
+def read_choice_in_json(text: str, choices: Choices) -> str | None:
     """
     The choice that a JSON object states.
 
-    "" if the object states no choice or several. None if the text is no JSON object. The choice is
-    the only value, or the value under a key such as "answer" or "label". Other keys hold numbers or
-    explanations.
+    The result is "" if the object states no choice or several choices, and None if the text is no
+    JSON object. The choice must be the only value, or the value under a key such as "answer" or
+    "label". The values under all other keys must be numbers or explanations.
     """
-    pairs = _read_pairs(text)
+    pairs = _read_json_pairs(text)
     if pairs is None:
         return None
     stated = []
     for key, value in pairs:
-        if choices.alone(key) or _NOT.search(key):
+        if choices.choice_if_alone(key) or _NOT.search(key):
             return ""
-        if isinstance(value, str) and choices.alone(value) and not _EXPLAINING_KEY.fullmatch(key):
+        if (
+            isinstance(value, str)
+            and choices.choice_if_alone(value)
+            and not _EXPLAINING_KEY.fullmatch(key)
+        ):
             is_answer = len(pairs) == 1 or _ANSWER_KEY.fullmatch(key)
-            stated.append(choices.alone(value) if is_answer else "")
+            stated.append(choices.choice_if_alone(value) if is_answer else "")
             continue
         is_explanation = (
             _EXPLAINING_KEY.fullmatch(key) or isinstance(value, (int, float)) or value is None
@@ -492,11 +528,12 @@ def read_object(text: str, choices: Choices) -> str | None:
     return stated[0] or "" if len(stated) == 1 else ""
 
 
-def _read_pairs(text: str) -> list[tuple[str, Any]] | None:
+def _read_json_pairs(text: str) -> list[tuple[str, Any]] | None:
     """
-    The keys and values in a JSON object, which may be inside a Markdown fence.
+    The pairs of keys and values in a JSON object, which may be inside a Markdown code block.
 
-    A key that is repeated in the object is repeated here.
+    A key that occurs twice in the object is in two of the pairs. The result is None if the text is
+    no JSON object.
     """
     body = text.strip()
     fence = body.find("```")
@@ -506,12 +543,12 @@ def _read_pairs(text: str) -> list[tuple[str, Any]] | None:
         return None
     outermost: list[list[tuple[str, Any]]] = []
 
-    def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def record_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         outermost.append(pairs)
         return dict(pairs)
 
     try:
-        value, end = json.JSONDecoder(object_pairs_hook=keep).raw_decode(body)
+        value, end = json.JSONDecoder(object_pairs_hook=record_pairs).raw_decode(body)
     except (ValueError, RecursionError):
         return None
     after = body[end:].strip(" \n`")

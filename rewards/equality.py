@@ -1,9 +1,10 @@
 """
-Tells whether two LaTeX formulas are the same, with math-verify's grammar and sympy's numbers.
+Tells whether two LaTeX formulas are equal, using math-verify's grammar and sympy's numbers.
 
-This code runs in sealed workers. A formula that the grammar cannot read to the end equals nothing.
-Two expressions are the same if they have the same values, to 60 digits, at points chosen here. This
-takes milliseconds, while a proof can take minutes.
+This code runs in sealed worker processes. A formula that the grammar cannot read to the end equals
+no formula. Two expressions count as equal if their values agree to 60 digits at a few fixed
+points. Computing the values takes milliseconds, while proving that the expressions are equal can
+take minutes.
 
 This file does not cover the values of integrals, sums, limits and derivatives.
 """
@@ -12,14 +13,15 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from rewards.formulas import prepare_sympy
+from rewards.formulas import patch_and_preload_sympy
 
-CLOSE = 60  # the number of decimal digits in which equal values agree
-# The largest relative distance between a decimal and the irrational number that it stands for.
+CLOSE = 60  # equal values agree to this many decimal digits
+
+# The largest relative difference between a decimal and the irrational number that it approximates.
 DECIMALS_CLOSE = 5e-8
 POINTS = 6  # the number of points at which values are compared
-FEWEST_POINTS = 3  # the fewest points at which both expressions must have a value
-MOST_NODES = 300  # the most nodes in an expression
+FEWEST_POINTS = 3  # the smallest number of points at which both expressions must have a value
+MOST_NODES = 300  # the largest number of nodes in an expression
 LARGEST_EXPONENT = 10**5
 LARGEST_FACTORIAL = 2000
 
@@ -28,35 +30,40 @@ Checker = Callable[[tuple[str, str]], bool]
 
 def make_math_checker() -> Checker:
     """
-    Makes the function that a worker runs: it tells whether two LaTeX answers are the same.
+    Makes the function that a worker process runs to tell whether two LaTeX formulas are equal.
     """
-    prepare_sympy()  # before the library imports sympy's parser
-    _parse("\\frac{1}{2}")  # the first one loads the grammar, which takes longer than most answers
+    patch_and_preload_sympy()  # must come before math-verify imports sympy's parser
+    _parse_latex(
+        "\\frac{1}{2}"
+    )  # the first call loads the grammar, which takes longer than parsing
 
-    def check(pair: tuple[str, str]) -> bool:
-        right, stated = map(_parse, pair)
+    def are_same_formulas(pair: tuple[str, str]) -> bool:
+        right, stated = map(_parse_latex, pair)
         return _are_same(right, stated)
 
-    assert check(("\\frac{1}{2}", "0.5"))
-    return check
+    assert are_same_formulas(("\\frac{1}{2}", "0.5"))
+    return are_same_formulas
 
 
-class _List(tuple[Any, ...]):
-    """Several values in a row without brackets."""
+class _UnbracketedList(tuple[Any, ...]):
+    """Several values separated by commas, without brackets around them."""
 
 
 class _Relation(NamedTuple):
+    """One equation or inequality with two sides."""
+
     left: Any
     sign: str  # = != < <= > >=
     right: Any
 
     @property
-    def turned(self) -> "_Relation":
+    def mirror(self) -> "_Relation":
+        """The same relation with its sides swapped, such as 2 > x for x < 2."""
         return _Relation(self.right, _TURNED[self.sign], self.left)
 
 
-class _Chain(tuple[_Relation, ...]):
-    """An equation or inequality, or several in a row: 1 <= x < 2."""
+class _RelationChain(tuple[_Relation, ...]):
+    """One or more relations in a row, such as x = 3 or 1 <= x < 2."""
 
 
 _SIGNS = {"Eq": "=", "Ne": "!=", "Lt": "<", "Le": "<=", "Gt": ">", "Ge": ">="}
@@ -64,26 +71,30 @@ _TURNED = {"=": "=", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
 @functools.lru_cache(maxsize=2**10)
-def _parse(latex: str) -> Any:
+def _parse_latex(latex: str) -> Any:
     """
-    A formula as an expression, relations, a set or a list; None unless the grammar reads all of it.
+    The expression, relations, set or list that a formula means.
+
+    The result is None if the grammar cannot read the whole formula, or if the formula is too large.
     """
     from math_verify.parser import NormalizationConfig, latex2sympy
 
     form = NormalizationConfig(malformed_operators=True, boxed="none")
     try:
         parsed = latex2sympy(latex, is_real=True, normalization_config=form)
-    except Exception:  # the library raises a plain Exception for a formula that it cannot read
+    except Exception:  # math-verify raises a plain Exception for a formula that it cannot read
         return None
     if not hasattr(parsed, "atoms") or _is_too_large(parsed):
         return None
     has_braces = "\\{" in latex
-    return _normalize_parsed(parsed, has_braces)
+    return _to_own_classes(parsed, has_braces)
 
 
-def _normalize_parsed(parsed: Any, has_braces: bool) -> Any:
+def _to_own_classes(parsed: Any, has_braces: bool) -> Any:
     """
-    A parsed formula in the classes above. They keep the order of the parts; sympy does not.
+    A formula parsed by sympy, with relations and lists converted to the classes of this file.
+
+    The classes of this file keep the order of relations and list elements; sympy's classes do not.
     """
     import sympy
     from math_verify.parser import FiniteSet
@@ -91,21 +102,21 @@ def _normalize_parsed(parsed: Any, has_braces: bool) -> Any:
 
     if isinstance(parsed, sympy.And):
         parts = getattr(parsed, "_unsorted_args", parsed.args)
-        chains = [_normalize_parsed(part, has_braces) for part in parts]
-        if not all(isinstance(chain, _Chain) for chain in chains):
+        chains = [_to_own_classes(part, has_braces) for part in parts]
+        if not all(isinstance(chain, _RelationChain) for chain in chains):
             return None
-        return _Chain(chain[0] for chain in chains)
+        return _RelationChain(chain[0] for chain in chains)
     if isinstance(parsed, Relational):
         left_side, right_side = parsed.args
-        left = _normalize_parsed(left_side, has_braces)
-        right = _normalize_parsed(right_side, has_braces)
-        return _Chain([_Relation(left, _sign_of(parsed), right)])
+        left = _to_own_classes(left_side, has_braces)
+        right = _to_own_classes(right_side, has_braces)
+        return _RelationChain([_Relation(left, _sign_of_relation(parsed), right)])
     if isinstance(parsed, FiniteSet) and not has_braces:
-        return _List(_normalize_parsed(part, has_braces) for part in parsed._unsorted_args)
-    return _simplify_symbols(parsed)
+        return _UnbracketedList(_to_own_classes(part, has_braces) for part in parsed._unsorted_args)
+    return _unify_symbols_and_decimals(parsed)
 
 
-def _sign_of(relation: Any) -> str:
+def _sign_of_relation(relation: Any) -> str:
     import sympy
 
     return next(sign for name, sign in _SIGNS.items() if isinstance(relation, getattr(sympy, name)))
@@ -113,7 +124,7 @@ def _sign_of(relation: Any) -> str:
 
 def _is_too_large(expression: Any) -> bool:
     """
-    Whether an expression has too many parts, or too large numbers, to be handled in milliseconds.
+    Whether an expression has so many parts, or such large numbers, that comparing it is slow.
     """
     import sympy
 
@@ -133,10 +144,12 @@ def _is_too_large(expression: Any) -> bool:
     return False
 
 
-def _simplify_symbols(parsed: Any) -> Any:
+def _unify_symbols_and_decimals(parsed: Any) -> Any:
     """
-    The same expression, with symbols that differ only in their names, with decimals as fractions,
-    and with i as the imaginary unit.
+    The same expression in a form in which equal names and equal numbers compare as equal.
+
+    All symbols are real numbers that differ only in their names, except that i is the imaginary
+    unit. Decimals become fractions.
     """
     import sympy
     from sympy.core.function import AppliedUndef
@@ -161,9 +174,9 @@ def _are_same(right: Any, stated: Any) -> bool:
 
     if right is None or stated is None:
         return False
-    if isinstance(right, _Chain) or isinstance(stated, _Chain):
+    if isinstance(right, _RelationChain) or isinstance(stated, _RelationChain):
         return _are_same_relations(right, stated)
-    if isinstance(right, _List) or isinstance(stated, _List):
+    if isinstance(right, _UnbracketedList) or isinstance(stated, _UnbracketedList):
         return _are_same_lists(right, stated)
     if right == stated:
         return not right.has(sympy.nan, sympy.zoo)
@@ -191,15 +204,15 @@ def _are_same_in_any_order(rights: Sequence[Any], stateds: Sequence[Any]) -> boo
     if len(rights) != len(remaining):
         return False
     for right in rights:
-        place = _find_same(right, remaining)
+        place = _index_of_same(right, remaining)
         if place is None:
             return False
         del remaining[place]
     return True
 
 
-def _find_same(right: Any, candidates: Sequence[Any]) -> int | None:
-    """The place of the first candidate that is the same as the right answer; None if none is."""
+def _index_of_same(right: Any, candidates: Sequence[Any]) -> int | None:
+    """The index of the first candidate that equals the right answer; None if there is none."""
     for place, candidate in enumerate(candidates):
         if _are_same(right, candidate):
             return place
@@ -208,35 +221,35 @@ def _find_same(right: Any, candidates: Sequence[Any]) -> int | None:
 
 def _are_same_lists(right: Any, stated: Any) -> bool:
     """
-    Whether two answers are the same, if at least one of them is a list.
+    Whether two answers are equal, at least one of which is a list.
 
-    The order matters if a list is compared with a tuple or with an open interval such as (1, 2).
-    Otherwise it does not.
+    The order of the elements matters only if a list is compared with a tuple, or with an open
+    interval such as (1, 2).
     """
-    if not (isinstance(right, _List) and isinstance(stated, _List)):
-        right_in_order = _ordered_elements(right)
-        stated_in_order = _ordered_elements(stated)
+    if not (isinstance(right, _UnbracketedList) and isinstance(stated, _UnbracketedList)):
+        right_in_order = _list_tuple_or_interval_elements(right)
+        stated_in_order = _list_tuple_or_interval_elements(stated)
         if right_in_order is not None and stated_in_order is not None:
             return _are_same_in_order(right_in_order, stated_in_order)
-    right_elements = _elements(right)
-    stated_elements = _elements(stated)
+    right_elements = _list_or_set_elements(right)
+    stated_elements = _list_or_set_elements(stated)
     if right_elements is None or stated_elements is None:
         return False
     return _are_same_in_any_order(right_elements, stated_elements)
 
 
-def _elements(part: Any) -> Sequence[Any] | None:
+def _list_or_set_elements(part: Any) -> Sequence[Any] | None:
     import sympy
 
-    if isinstance(part, _List):
+    if isinstance(part, _UnbracketedList):
         return part
     return list(part.args) if isinstance(part, sympy.FiniteSet) else None
 
 
-def _ordered_elements(part: Any) -> Sequence[Any] | None:
+def _list_tuple_or_interval_elements(part: Any) -> Sequence[Any] | None:
     import sympy
 
-    if isinstance(part, _List):
+    if isinstance(part, _UnbracketedList):
         return part
     if isinstance(part, sympy.Tuple):
         return list(part.args)
@@ -255,7 +268,7 @@ def _are_same_sets(right: Any, stated: Any) -> bool:
             return False
         return _are_same(right.start, stated.start) and _are_same(right.end, stated.end)
     if isinstance(right, sympy.Union) and isinstance(stated, sympy.Union):
-        return _are_same_in_any_order(list(_members(right)), list(_members(stated)))
+        return _are_same_in_any_order(list(_flatten_union(right)), list(_flatten_union(stated)))
     for members, value in ((right, stated), (stated, right)):
         is_single = isinstance(members, sympy.FiniteSet) and len(members) == 1
         if is_single and isinstance(value, sympy.Expr):
@@ -263,12 +276,12 @@ def _are_same_sets(right: Any, stated: Any) -> bool:
     return type(right) is type(stated) and _are_same_in_order(right.args, stated.args)
 
 
-def _members(union: Any) -> Iterator[Any]:
+def _flatten_union(union: Any) -> Iterator[Any]:
     import sympy
 
     for part in union.args:
         if isinstance(part, sympy.Union):
-            yield from _members(part)
+            yield from _flatten_union(part)
         else:
             yield part
 
@@ -277,72 +290,74 @@ def _members(union: Any) -> Iterator[Any]:
 
 
 def _are_same_relations(right: Any, stated: Any) -> bool:
-    """Whether two answers are the same, if at least one of them is a relation."""
-    if not isinstance(right, _Chain) and _is_equation(stated):
-        value = _value_of(stated)
+    """Whether two answers are equal, at least one of which is an equation or an inequality."""
+    if not isinstance(right, _RelationChain) and _is_equation(stated):
+        value = _value_of_equation(stated)
         return value is not None and _are_same(right, value)
-    if not isinstance(stated, _Chain) and _is_equation(right):
-        return _is_name(right[0].left) and _are_same(right[-1].right, stated)
+    if not isinstance(stated, _RelationChain) and _is_equation(right):
+        return _is_symbol(right[0].left) and _are_same(right[-1].right, stated)
     if _is_equation(right) and _is_equation(stated):
         return _are_same_equations(right, stated)
-    return _are_same_bounds(right, stated)
+    return _are_same_inequalities(right, stated)
 
 
 def _is_equation(part: Any) -> bool:
-    return isinstance(part, _Chain) and all(relation.sign == "=" for relation in part)
+    return isinstance(part, _RelationChain) and all(relation.sign == "=" for relation in part)
 
 
-def _is_name(side: Any) -> bool:
-    """Whether one side of an equation is a name such as x or f(x), which the other side defines."""
+def _is_symbol(side: Any) -> bool:
+    """Whether one side of an equation is only a name, such as x or f(x)."""
     import sympy
 
     return isinstance(side, sympy.Symbol)
 
 
-def _value_of(equation: _Chain) -> Any:
+def _value_of_equation(equation: _RelationChain) -> Any:
     """
-    The value that an equation states; None if it states none.
+    The value that an equation states; None if the equation states no value.
 
-    It is the last side of "x = 3", or of an identity such as "(x+1)^2 = x^2+2x+1".
+    The value is the last side of an equation such as x = 3, whose first side is only a name, or of
+    an identity such as (x+1)^2 = x^2+2x+1.
     """
     value = equation[-1].right
-    if _is_name(equation[0].left):
+    if _is_symbol(equation[0].left):
         return value
     is_identity = all(_are_same(value, relation.left) for relation in equation)
     return value if is_identity else None
 
 
-def _are_same_equations(right: _Chain, stated: _Chain) -> bool:
+def _are_same_equations(right: _RelationChain, stated: _RelationChain) -> bool:
     """
     Whether two equations have the same solutions because one is a multiple of the other.
 
-    Names must agree. An equation that is not yet solved does not state an answer such as x = 3.
+    The names in the equations must agree. An unsolved equation such as 2x = 6 does not count as
+    equal to the answer x = 3.
     """
     import sympy
 
     first = _Relation(right[0].left, "=", right[-1].right)
     second = _Relation(stated[0].left, "=", stated[-1].right)
-    if _is_name(first.left) and not _is_name(second.left) and _is_name(second.right):
-        second = second.turned
-    if _is_name(first.left) and first.left == second.left:
+    if _is_symbol(first.left) and not _is_symbol(second.left) and _is_symbol(second.right):
+        second = second.mirror
+    if _is_symbol(first.left) and first.left == second.left:
         return _are_same(first.right, second.right)
     sides = (first.left, first.right, second.left, second.right)
     if not all(isinstance(side, sympy.Expr) for side in sides):
         return False
-    is_solved = _is_name(first.left) and first.right.is_number
-    if is_solved and not _is_name(second.left):
+    is_solved = _is_symbol(first.left) and first.right.is_number
+    if is_solved and not _is_symbol(second.left):
         return False
     return _is_multiple(first.left - first.right, second.left - second.right)
 
 
 def _is_multiple(right: Any, stated: Any, is_positive: bool = False) -> bool:
     """
-    Whether the quotient of two expressions is the same nonzero number at all points.
+    Whether the quotient of two expressions is the same nonzero number at all sample points.
 
-    is_positive: the number must be positive too.
+    is_positive: whether the quotient must also be positive.
     """
     quotients = []
-    for point in _points([right, stated]):
+    for point in _sample_points([right, stated]):
         bottom = _value_at(right, point)
         top = _value_at(stated, point)
         if bottom is None or top is None or bottom == 0 or top == 0:
@@ -356,19 +371,21 @@ def _is_multiple(right: Any, stated: Any, is_positive: bool = False) -> bool:
     return all(bool(abs(quotient - first) <= 1e-15 * abs(first)) for quotient in quotients)
 
 
-def _are_same_bounds(right: Any, stated: Any) -> bool:
-    """Whether two inequalities, or an inequality and an interval, hold for the same numbers."""
-    first_numbers = _numbers_of(right)
-    second_numbers = _numbers_of(stated)
+def _are_same_inequalities(right: Any, stated: Any) -> bool:
+    """Whether two inequalities, or an inequality and an interval, describe the same numbers."""
+    first_numbers = _name_and_solution_set(right)
+    second_numbers = _name_and_solution_set(stated)
     if first_numbers and second_numbers:
         names = {first_numbers[0], second_numbers[0]} - {None}
         return len(names) <= 1 and _are_same(first_numbers[1], second_numbers[1])
-    if not isinstance(right, _Chain) or not isinstance(stated, _Chain):
+    if not isinstance(right, _RelationChain) or not isinstance(stated, _RelationChain):
         return False
     if len(right) != len(stated):
         return False
-    turned = [relation.turned for relation in reversed(stated)]
-    return all(map(_is_same_relation, right, stated)) or all(map(_is_same_relation, right, turned))
+    mirrored = [relation.mirror for relation in reversed(stated)]
+    return all(map(_is_same_relation, right, stated)) or all(
+        map(_is_same_relation, right, mirrored)
+    )
 
 
 def _is_same_relation(first: _Relation, second: _Relation) -> bool:
@@ -377,8 +394,8 @@ def _is_same_relation(first: _Relation, second: _Relation) -> bool:
     sides = (first.left, first.right, second.left, second.right)
     if not all(isinstance(side, sympy.Expr) for side in sides):
         return False
-    if first.sign == second.turned.sign and first.sign != second.sign:
-        second = second.turned
+    if first.sign == second.mirror.sign and first.sign != second.sign:
+        second = second.mirror
     if first.sign != second.sign:
         return False
     is_directed = first.sign not in ("=", "!=")
@@ -387,20 +404,21 @@ def _is_same_relation(first: _Relation, second: _Relation) -> bool:
     return _is_multiple(first_difference, second_difference, is_positive=is_directed)
 
 
-def _numbers_of(part: Any) -> tuple[Any, Any] | None:
+def _name_and_solution_set(part: Any) -> tuple[Any, Any] | None:
     """
-    The name in a set or an inequality, and the numbers in it; None for anything else.
+    The name in an inequality, and the set of numbers that satisfy the inequality.
 
-    An inequality has one name, and so has x \\in (1, 2). A set has no name.
+    For x \\in (1, 2) the result is the name x and the interval; for a set without a name it is None
+    and the set. The result is None for everything else.
     """
     import sympy
 
     if isinstance(part, sympy.Set):
         return None, part
-    if not isinstance(part, _Chain):
+    if not isinstance(part, _RelationChain):
         return None
     if _is_equation(part):
-        is_named_set = isinstance(part[-1].right, sympy.Set) and _is_name(part[0].left)
+        is_named_set = isinstance(part[-1].right, sympy.Set) and _is_symbol(part[0].left)
         return (part[0].left, part[-1].right) if is_named_set else None
     sides = [side for relation in part for side in (relation.left, relation.right)]
     if not all(isinstance(side, sympy.Expr) for side in sides):
@@ -411,15 +429,15 @@ def _numbers_of(part: Any) -> tuple[Any, Any] | None:
     name = names.pop()
     numbers: Any = sympy.Interval(-sympy.oo, sympy.oo)
     for relation in part:
-        interval = _interval_of(relation, name)
+        interval = _solve_linear_inequality(relation, name)
         if interval is None:
             return None
         numbers = numbers.intersect(interval)
     return name, numbers
 
 
-def _interval_of(relation: _Relation, name: Any) -> Any:
-    """The interval that an inequality gives if it is linear in a name; else None."""
+def _solve_linear_inequality(relation: _Relation, name: Any) -> Any:
+    """The interval of solutions of an inequality that is linear in the name; else None."""
     import sympy
 
     if relation.sign in ("=", "!="):
@@ -445,10 +463,10 @@ def _interval_of(relation: _Relation, name: Any) -> Any:
 
 def _have_same_values(right: Any, stated: Any) -> bool:
     """
-    Whether two expressions have the same values at all points where both have one.
+    Whether two expressions have equal values at all sample points where both have a value.
 
-    Distances are relative, so that small numbers are told apart as well as large ones. A decimal
-    agrees with the irrational number that it stands for if the first eight digits agree.
+    Differences are relative, so that small numbers are compared as precisely as large ones. A
+    decimal equals the irrational number that it approximates if the first eight digits agree.
     """
     import sympy
 
@@ -460,7 +478,7 @@ def _have_same_values(right: Any, stated: Any) -> bool:
     has_names = bool(right.free_symbols | stated.free_symbols)
     is_approximate = not has_names and right.is_Rational != stated.is_Rational
     num_points = 0
-    for point in _points([right, stated]):
+    for point in _sample_points([right, stated]):
         difference = _value_at(right - stated, point)
         values = [_value_at(part, point) for part in (right, stated)]
         if difference is None or None in values:
@@ -474,11 +492,12 @@ def _have_same_values(right: Any, stated: Any) -> bool:
     return num_points >= FEWEST_POINTS
 
 
-def _points(expressions: Sequence[Any]) -> Iterator[dict[Any, Any]]:
+def _sample_points(expressions: Sequence[Any]) -> Iterator[dict[Any, Any]]:
     """
-    Values for the names in some expressions: first positive values, then also negative ones.
+    The points at which expressions are compared; a point assigns a value to each name.
 
-    Expressions without names get a single point without values.
+    The values at the first points are all positive, and those at later points are partly negative.
+    Expressions without names have a single, empty point.
     """
     import sympy
 
@@ -498,7 +517,7 @@ def _points(expressions: Sequence[Any]) -> Iterator[dict[Any, Any]]:
 
 
 def _value_at(expression: Any, point: dict[Any, Any]) -> Any:
-    """An expression's value at a point, to 20 significant digits; None if it has no value there."""
+    """The value of an expression at a point, to 20 significant digits; None if it is undefined."""
     import sympy
 
     try:

@@ -1,27 +1,31 @@
 """
-Judges the form of an answer by its words alone: does it repeat itself, copy the prompt, or say
-nothing?
+Judges by words alone whether an answer repeats itself, copies the prompt or says nothing.
 
-A reward that a policy can exploit pays for such answers, and the accuracy may not show this.
-`apply_gate` takes those rewards away (--reward-gate form).
+A reward that a model can exploit pays for answers that repeat themselves or copy the prompt, and
+the accuracy may not show that the answers are bad. With --reward-gate form, `apply_gate` removes
+the rewards of bad answers.
 
-This file does not cover languages without spaces between words. An answer in such a language counts
-as a single word here.
+This file does not cover languages that are written without spaces between words: in this file, a
+whole sentence in such a language is one word.
 """
 
 import re
 from typing import Any
 
-from prompts.examples import Example, answers_of, prompt_text
+from prompts.examples import Example, answers_of, last_user_text
 from rewards.statements import strip_thoughts
 
-# The fewest words in an answer. Fewer words, such as "yes or no", are no copy of the prompt either.
+# The smallest number of words in a well-formed answer. An answer with fewer words, such as "yes or
+# no", never counts as copied from the prompt.
 LEAST_WORDS = 4
-WINDOW = 20  # the number of consecutive words that are compared with each other
-LEAST_DISTINCT = 0.7  # least fraction of distinct words in a window; English text has 0.85
-COPIED_RUN = 5  # consecutive words that are also in the prompt; "the capital of France" has four
-MOST_COPIED = 0.5  # most words in such runs, as a fraction of the answer
-# The largest fraction of repeated 4-grams. It finds loops of numbers, or longer than the window.
+WINDOW = 20  # distinct words are counted among this many consecutive words
+LEAST_DISTINCT = 0.7  # the smallest fraction of distinct words; English text has about 0.85
+COPIED_RUN = 5  # this many consecutive words from the prompt count as copied; four words
+# such as "the capital of France" do not
+MOST_COPIED = 0.5  # the largest fraction of an answer's words that may be copied
+
+# The largest fraction of repeated word 4-grams. This limit also catches loops of numbers, and loops
+# that are longer than `WINDOW`.
 MOST_REPEATED = 0.5
 
 NEEDED = (
@@ -38,77 +42,83 @@ _REFUSAL = re.compile(
 )
 
 
-def words_of(text: str) -> list[str]:
+def lowercase_words(text: str) -> list[str]:
     """The words of a text in lower case, without tags such as <answer>."""
     return _WORD.findall(_TAG.sub(" ", text).lower())
 
 
-def word_runs(words: list[str], length: int) -> list[tuple[str, ...]]:
-    """All runs of `length` consecutive words."""
+def word_ngrams(words: list[str], length: int) -> list[tuple[str, ...]]:
+    """All sequences of `length` consecutive words."""
     shifted = [words[begin:] for begin in range(length)]
     return list(zip(*shifted, strict=False))
 
 
-def repetition(text: str) -> float:
+def repeated_4gram_fraction(text: str) -> float:
     """
-    The fraction of an answer's word 4-grams that occurred earlier in it; 0 below four words.
+    The fraction of a text's word 4-grams that occurred earlier in the text.
+
+    The result is 0 for a text of fewer than four words.
     """
-    runs = word_runs(text.lower().split(), 4)
+    runs = word_ngrams(text.lower().split(), 4)
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def distinctness(text: str) -> float:
+def distinct_word_fraction(text: str) -> float:
     """
-    The fraction of distinct words, counted in every run of `WINDOW` consecutive words.
+    The fraction of distinct words, averaged over chunks of `WINDOW` consecutive words.
 
-    It is 1 for answers with few words. Numbers are not counted.
+    The fraction is 1 for a text of fewer than `LEAST_WORDS` words. Numbers do not count as words.
     """
-    words = [word for word in words_of(text) if not word[0].isdigit()]
+    words = [word for word in lowercase_words(text) if not word[0].isdigit()]
     if len(words) < LEAST_WORDS:
         return 1.0
     chunks = [words[begin : begin + WINDOW] for begin in range(0, len(words), WINDOW)]
     return sum(len(set(chunk)) for chunk in chunks) / len(words)
 
 
-def copied_fraction(text: str, prompt: str) -> float:
+def fraction_copied_from_prompt(text: str, prompt: str) -> float:
     """
-    The fraction of an answer's words that are in runs which also occur in the prompt.
+    The fraction of a text's words that are part of a sequence of words copied from the prompt.
 
-    A run has `COPIED_RUN` words, or all words of a shorter answer.
+    A copied sequence has `COPIED_RUN` words; for a shorter text, it is the whole text.
     """
-    words = words_of(text)
+    words = lowercase_words(text)
     if len(words) < LEAST_WORDS:
         return 0.0
     length = min(COPIED_RUN, len(words))
-    prompt_runs = set(word_runs(words_of(prompt), length))
+    prompt_runs = set(word_ngrams(lowercase_words(prompt), length))
     copied_places: set[int] = set()
-    for place, run in enumerate(word_runs(words, length)):
+    for place, run in enumerate(word_ngrams(words, length)):
         if run in prompt_runs:
             copied_places.update(range(place, place + length))
     return len(copied_places) / len(words)
 
 
 def is_degenerate(text: str, prompt: str) -> bool:
+    """Whether a text repeats itself or copies the prompt."""
     return (
-        distinctness(text) < LEAST_DISTINCT
-        or repetition(text) > MOST_REPEATED
-        or copied_fraction(text, prompt) > MOST_COPIED
+        distinct_word_fraction(text) < LEAST_DISTINCT
+        or repeated_4gram_fraction(text) > MOST_REPEATED
+        or fraction_copied_from_prompt(text, prompt) > MOST_COPIED
     )
 
 
-def has_form(text: str, prompt: str) -> bool:
+def looks_like_answer(text: str, prompt: str) -> bool:
     """
-    Whether a text looks like an answer: enough words, not degenerate, not only an unclosed thought.
+    Whether a text looks like an answer.
+
+    The text must have at least `LEAST_WORDS` words, must not repeat itself or copy the prompt, and
+    must not consist only of a thought.
     """
     is_only_thought = text.strip() and not strip_thoughts(text).strip()
     if is_only_thought:
         return False
-    return len(words_of(text)) >= LEAST_WORDS and not is_degenerate(text, prompt)
+    return len(lowercase_words(text)) >= LEAST_WORDS and not is_degenerate(text, prompt)
 
 
 def is_refusal(text: str) -> bool:
     """
-    Whether an answer opens with "I can't", "I cannot", "I won't", "I'm unable" or "I'm sorry, but".
+    Whether a text opens with words of refusal, such as "I can't", "I'm unable" or "I'm sorry, but".
     """
     return bool(_REFUSAL.match(text.replace("\u2019", "'")))
 
@@ -117,21 +127,21 @@ def is_refusal(text: str) -> bool:
 
 
 def passes_gate(text: str, prompt: str, finish_reason: str) -> bool:
-    """Whether `apply_gate` lets a completion keep its reward. `NEEDED` says the same in words."""
-    return finish_reason == "stop" and has_form(text, prompt)
+    """Whether a completion keeps its reward in `apply_gate`; `NEEDED` states the conditions."""
+    return finish_reason == "stop" and looks_like_answer(text, prompt)
 
 
-def keeps_own_answer(row: dict[str, Any]) -> bool:
+def own_answer_passes_gate(row: dict[str, Any]) -> bool:
     """
-    Whether a row's own `answer`, as a completion, would keep its reward in `apply_gate`.
+    Whether `apply_gate` would let a completion that is the row's own `answer` keep its reward.
 
-    True for a row without an answer.
+    The result is True for a row without an answer.
     """
     answers = answers_of(row)
     if not answers:
         return True
-    prompt = prompt_text(row["prompt"])
-    return any(has_form(answer, prompt) for answer in answers)
+    prompt = last_user_text(row["prompt"])
+    return any(looks_like_answer(answer, prompt) for answer in answers)
 
 
 def apply_gate(
@@ -141,14 +151,15 @@ def apply_gate(
     finish_reasons: list[str],
 ) -> dict[str, Any]:
     """
-    The reward components, each of shape (N,), limited to 0 for completions that are cut off or
-    have no form.
+    The values of each reward, limited to at most 0 for completions that fail `passes_gate`.
+
+    components: the values by the name of the reward, each an array of shape (N,).
     """
-    import numpy as np  # here: reading data and scoring answers need no NumPy
+    import numpy as np  # imported here, since reading data and scoring answers need no NumPy
 
     rows = zip(completions, examples, finish_reasons, strict=True)
     passes = [
-        passes_gate(text, prompt_text(example["prompt"]), finish_reason)
+        passes_gate(text, last_user_text(example["prompt"]), finish_reason)
         for text, example, finish_reason in rows
     ]
     gated = {}

@@ -1,9 +1,9 @@
 """
-Reads answers that are a list or a formula, without evaluating text as Python.
+Reads answers that are lists or formulas, without running text as Python code.
 
-The readers replace `eval` and sympy's `parse_expr` where a library's scorer would run the answer. A
-formula is made of numbers, names, + - * / ** << >> and the functions below. Every number in it
-stays below `LARGEST`.
+`read_list` and `read_formula` replace `eval` and sympy's `parse_expr` where the scorer of a library
+would run the answer as code. A formula consists of numbers, names, the operators + - * / ** << >>,
+and the functions in `FUNCTIONS`. Every number in a formula must be smaller than `LARGEST`.
 
 This file does not cover LaTeX formulas (rewards/equality.py).
 """
@@ -19,9 +19,9 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
-LONGEST = 2000  # the most characters in a formula
-LARGEST = 10**300  # the limit for every intermediate number, and for denominators
-STEEPEST = 1000  # the largest exponent, or number of places in a shift
+LONGEST = 2000  # the largest number of characters in a formula
+LARGEST = 10**300  # every intermediate result, and its denominator, must be smaller than this
+STEEPEST = 1000  # the largest exponent, and the largest number of bits in a shift
 _TRIGONOMETRIC = (
     "sin cos tan sec csc cot sinh cosh tanh sech csch coth "
     "asin acos atan asec acsc acot asinh acosh atanh asech acsch acoth"
@@ -40,33 +40,33 @@ OPERATORS: dict[type[ast.AST], Any] = {
 }
 
 
-# sympy modules that no formula needs, or that need a library that is not installed.
+# The sympy modules that formulas do not need, or that depend on a library that is not installed.
 _LEFT_OUT = re.compile(r"\.(codegen|control|external|interactive|plotting|printing|testing)\b")
 _INNER_IMPORT = re.compile(r"^[ \t]+from +(\.*)([\w.]*) +import", re.MULTILINE)
 
 
 def read_list(text: str) -> Any:
     """
-    The list that a text such as "[['A', 1], [0, 1]]" holds, with quotes as in Python or JSON.
+    The list that a text such as "[['A', 1], [0, 1]]" denotes, with single or double quotes.
 
-    Raises ValueError for any other text.
+    Raises ValueError if the text is not JSON apart from the quotes.
     """
     return json.loads(text.replace("'", '"'))
 
 
 def read_formula(text: str, local_dict: dict[str, Any] | None = None, **_: Any) -> Any:
     """
-    A formula as a sympy expression, with the symbols of `local_dict`.
+    The sympy expression that a formula denotes; `local_dict` maps names to symbols.
 
-    Raises ValueError or SyntaxError for any other text.
+    Raises ValueError or SyntaxError if the text is no formula.
     """
     if len(text) > LONGEST or not text.isascii():
-        raise ValueError("no formula of plain characters")
-    return _value(ast.parse(text.strip(), mode="eval").body, local_dict or {})
+        raise ValueError(f"a formula must be ASCII text of at most {LONGEST} characters")
+    return _evaluate_node(ast.parse(text.strip(), mode="eval").body, local_dict or {})
 
 
-def _value(node: ast.expr, names: dict[str, Any]) -> Any:
-    import sympy  # here: it takes a second, in a worker
+def _evaluate_node(node: ast.expr, names: dict[str, Any]) -> Any:
+    import sympy  # imported here, since the import takes a second and only workers need it
 
     constants = {"pi": sympy.pi, "E": sympy.E, "I": sympy.I}
     match node:
@@ -75,30 +75,33 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
         case ast.Name(id=name):
             value = names.get(name, constants.get(name, sympy.Symbol(name)))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
-            value = OPERATORS[type(op)](_value(operand, names))
+            value = OPERATORS[type(op)](_evaluate_node(operand, names))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            first = _value(left, names)
-            second = _value(right, names)
+            first = _evaluate_node(left, names)
+            second = _evaluate_node(right, names)
             grows = isinstance(op, (ast.Pow, ast.LShift))
             if grows and second.is_Number and not abs(second) <= STEEPEST:
-                raise ValueError("an exponent or a shift beyond all bounds")
+                raise ValueError(f"the exponent or shift {second} is larger than {STEEPEST}")
             value = OPERATORS[type(op)](first, second)
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
-            value = getattr(sympy, name)(_value(argument, names))
+            value = getattr(sympy, name)(_evaluate_node(argument, names))
         case _:
-            raise ValueError(f"no part of a formula: {type(node).__name__}")
+            raise ValueError(
+                f"a formula cannot contain Python syntax of the kind {type(node).__name__}"
+            )
     if value.is_Number and not (abs(value) < LARGEST and getattr(value, "q", 1) < LARGEST):
-        raise ValueError("a number beyond all bounds")
+        raise ValueError("a number in the formula, or its denominator, is too large")
     return value
 
 
-def prepare_sympy() -> None:
+def patch_and_preload_sympy() -> None:
     """
-    Makes sympy work in this process without evaluating text, and without opening files later.
+    Makes sympy work in this process without running text as code, and without opening files later.
 
-    The process may not open files once it is sealed. All text that sympy parses goes through
-    `read_formula`. Plain functions multiply monomials, for which sympy would write and run Python
-    code. The modules that sympy's functions would import at their first call are imported now.
+    From now on, sympy parses all text with `read_formula`. Monomials are multiplied by ordinary
+    functions; sympy itself would generate and run Python code to multiply them. The modules that
+    sympy's functions would import when first called are imported now, since a sealed process cannot
+    open files.
     """
     import sympy.parsing.sympy_parser
     from sympy.polys import monomials
@@ -106,28 +109,28 @@ def prepare_sympy() -> None:
     for module in (sympy, sympy.parsing, sympy.parsing.sympy_parser):
         module.parse_expr = read_formula
 
-    def make_operation(_: Any, operation: Any) -> Any:
+    def return_operation(_: Any, operation: Any) -> Any:
         return operation
 
-    operations = {"mulpow": _multiply_power}
+    operations = {"mulpow": _multiply_monomial_by_power}
     for name in ("mul", "pow", "ldiv", "div", "lcm", "gcd"):
         operations[name] = getattr(monomials, f"monomial_{name}")
     for name, operation in operations.items():
-        method = functools.partialmethod(make_operation, operation)
+        method = functools.partialmethod(return_operation, operation)
         setattr(monomials.MonomialOps, name, method)
 
     imported: set[str] = set()
-    while True:  # each import may bring further modules
+    while True:  # an imported module may import further modules
         new_names = {name for name in sys.modules if name.startswith("sympy.")} - imported
         if not new_names:
             break
         imported |= new_names
         for name in new_names:
-            _import_inner_modules(sys.modules[name])
+            _import_lazy_sympy_modules(sys.modules[name])
 
 
-def _import_inner_modules(module: Any) -> None:
-    """Imports the sympy modules that a module's functions would import when they are called."""
+def _import_lazy_sympy_modules(module: Any) -> None:
+    """Imports the sympy modules that the functions of a module import only when they are called."""
     source = Path(f"{module.__file__}").read_text(encoding="utf-8")
     for dots, name in _INNER_IMPORT.findall(source):
         full_name = resolve_name(dots + name, module.__package__)
@@ -135,5 +138,5 @@ def _import_inner_modules(module: Any) -> None:
             importlib.import_module(full_name)
 
 
-def _multiply_power(a: tuple[int, ...], b: tuple[int, ...], k: int) -> tuple[int, ...]:
+def _multiply_monomial_by_power(a: tuple[int, ...], b: tuple[int, ...], k: int) -> tuple[int, ...]:
     return tuple(x + y * k for x, y in zip(a, b, strict=True))

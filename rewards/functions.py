@@ -1,9 +1,9 @@
 """
-Imports users' functions and classes from FILE.py:function or MODULE:function, and locates their
-errors.
+Imports users' functions and classes from FILE.py:function or MODULE:function, and finds the lines
+that raise errors in them.
 
-This file does not cover their use as rewards (rewards/rewards.py), tools, environments, losses or
-advantages.
+This file does not cover the use of these functions as rewards (rewards/rewards.py), tools,
+environments, losses or advantages.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from prompts.examples import format_error, suggest_nearest
+from prompts.examples import did_you_mean, format_error
 
-# The module that holds the functions without a global name that a program passes in.
+# The name of a module for functions that a program passes in and that have no global name.
 NAMELESS = "functions_of_a_program"
-ELSEWHERE = "only the program that began the run has it"
+ELSEWHERE = "the function exists only in the program that started the run"
 
-# Imported files, by path and content.
+# The modules of imported files, by the path and content of the file.
 _modules: dict[tuple[Path, bytes], ModuleType] = {}
 
 
@@ -32,9 +32,9 @@ _modules: dict[tuple[Path, bytes], ModuleType] = {}
 
 
 def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
-    """The name and the function that a spec names; see `load_functions`."""
+    """The name and the function for a specification; see `load_functions`."""
     if not spec.rpartition(":")[2].isidentifier():
-        raise ValueError(f"{flag} {spec!r} is not FILE.py:function{hint}")
+        raise ValueError(f"{flag} is {spec!r}, but should be FILE.py:function{hint}")
     functions = load_functions(flag, spec, hint)
     ((name, function),) = functions.items()
     return name, function
@@ -44,85 +44,89 @@ def load_functions(
     flag: str, spec: str, hint: str = "", kind: str = "function"
 ) -> dict[str, Callable[..., Any]]:
     """
-    The functions that a spec names, by their names.
+    The functions or classes for a specification, by name.
 
     spec: FILE.py:function,function or MODULE:function. A file is executed with its own directory on
-    the path. A module is imported; `__main__` is the caller's program or notebook.
+    Python's search path. A module is imported; the module `__main__` is the caller's program or
+    notebook.
 
-    flag: the flag whose value the spec is, for errors.
-    hint: what else the flag's value could be, for errors.
+    flag: the command-line flag with the specification, for error messages.
+    hint: a description of other values that the flag accepts, for error messages.
     kind: "function" or "class".
 
-    Raises ValueError if the file, one of the names or an import in the file is missing, or if a
-    name is not that of a `kind`.
+    Raises ValueError if the file, one of the names or an imported module is missing, or if a name
+    does not belong to a function or a class, as `kind` requires.
     """
     file, colon, joined_names = spec.rpartition(":")
     names = joined_names.split(",")
     if not colon or not file or not all(name.isidentifier() for name in names):
-        raise ValueError(f"{flag} {spec!r} is not FILE.py:{kind}{hint}")
+        raise ValueError(f"{flag} is {spec!r}, but should be FILE.py:{kind}{hint}")
 
     module = _import_module(f"{flag} {spec}", file, Path(file).absolute())
     functions = {}
     for name in names:
         if name not in vars(module):
-            raise ValueError(f"{flag} {spec}: {_explain_absence(module, file, name, kind)}")
+            raise ValueError(f"{flag} {spec}: {_explain_missing_name(module, file, name, kind)}")
         value = vars(module)[name]
         is_kind = inspect.isclass(value) if kind == "class" else callable(value)
         if not is_kind:
             raise ValueError(
-                f"{flag} {spec}: {name} is of type {type(value).__name__}, not a {kind}"
+                f"{flag} {spec}: {name} is an object of type {type(value).__name__}, not a {kind}"
             )
         functions[name] = value
     return functions
 
 
-def _explain_absence(module: Any, file: str, name: str, kind: str) -> str:
+def _explain_missing_name(module: Any, file: str, name: str, kind: str) -> str:
     if file == "__main__":
-        return f"{ELSEWHERE}; in a file of its own, imported by the program, all commands find it"
+        return f"{ELSEWHERE}; move it to a file of its own, from which every command can import it"
     is_kind = inspect.isclass if kind == "class" else inspect.isfunction
     present_names = [key for key, value in vars(module).items() if is_kind(value)]
     listed = ", ".join(present_names) or "none"
-    return f"{file} has no {kind} {name!r}{suggest_nearest(name, present_names)}; it has {listed}"
+    return f"{file} has no {kind} {name!r}{did_you_mean(name, present_names)}; it has {listed}"
 
 
-def _import_module(source: str, file: str, path: Path) -> Any:
+def _import_module(flag_and_spec: str, file_or_module: str, path: Path) -> Any:
     """
-    The module that a Python file or a module name gives.
+    The module that is loaded from a Python file, or imported by its name.
 
-    source: the flag and its value, for errors. Raises ValueError if the import fails.
+    flag_and_spec: the flag and its value, for error messages.
+    Raises ValueError if the import fails.
     """
     try:
         if path.suffix == ".py":
-            return _module_of(path, path.read_bytes())
-        return importlib.import_module(file)
+            return _load_file_once(path, path.read_bytes())
+        return importlib.import_module(file_or_module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{source}: {_explain_import(error, file, path)}") from error
+        raise ValueError(
+            f"{flag_and_spec}: {_explain_failed_import(error, file_or_module, path)}"
+        ) from error
 
 
-def _explain_import(error: BaseException, file: str, path: Path) -> str:
-    if file == NAMELESS:
+def _explain_failed_import(error: BaseException, file_or_module: str, path: Path) -> str:
+    if file_or_module == NAMELESS:
         return (
-            f"{ELSEWHERE}; it is a lambda, or inside a function; "
-            "the top level of a module can be found again"
+            f"{ELSEWHERE}, because it is a lambda or is defined inside another function; "
+            "define it at the top level of a module"
         )
     is_absent = False
     if isinstance(error, ModuleNotFoundError):
-        # Otherwise the module exists, and one of its own imports is absent.
-        is_absent = f"{file}.".startswith(f"{error.name}.")
-    if is_absent or (file.startswith(".") and path.suffix != ".py"):
-        hint = "; is its folder in PYTHONPATH?"
-        if Path(f"{file}.py").is_file():
-            hint = f", did you mean {file}.py?"
-        return f"{file} is neither a Python file nor an installed module{hint}"
-    return f"importing {path.name} failed, {_describe_error(error, str(path))}"
+        # The module itself may be absent, or another module that it imports.
+        is_absent = f"{file_or_module}.".startswith(f"{error.name}.")
+    if is_absent or (file_or_module.startswith(".") and path.suffix != ".py"):
+        hint = "; if it is a module, add its folder to PYTHONPATH"
+        if Path(f"{file_or_module}.py").is_file():
+            hint = f", did you mean {file_or_module}.py?"
+        return f"{file_or_module} is neither a Python file nor an installed module{hint}"
+    return f"importing {path.name} failed with {_describe_error_with_line(error, str(path))}"
 
 
-def _module_of(path: Path, content: bytes) -> ModuleType:
+def _load_file_once(path: Path, content: bytes) -> ModuleType:
     """
-    The module that a file gives.
+    The module that is loaded from a file.
 
-    A file is loaded once for each content. A second copy would have its own classes, and its
-    functions would not recognize objects of the first copy's classes.
+    A file is loaded again only if its content has changed. A second copy of the module would have
+    its own classes, and its functions would not recognize objects of the first copy's classes.
     """
     module = _modules.get((path, content))
     if module is not None:
@@ -130,7 +134,7 @@ def _module_of(path: Path, content: bytes) -> ModuleType:
     module_spec = importlib.util.spec_from_file_location(f"file of a user {path}", path)
     assert module_spec is not None and module_spec.loader is not None, path
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look up their module there
+    sys.modules[module_spec.name] = module  # dataclasses look up their module in sys.modules
     sys.path.insert(0, str(path.parent))
     try:
         module_spec.loader.exec_module(module)
@@ -141,15 +145,15 @@ def _module_of(path: Path, content: bytes) -> ModuleType:
     return module
 
 
-# ---- the spec of a function
+# ---- the specification of a function
 
 
-def spec_of(fn: Callable[..., Any]) -> str:
+def spec_of_function(fn: Callable[..., Any]) -> str:
     """
-    The spec FILE.py:function or MODULE:function from which `load_function` loads this function.
+    The specification FILE.py:function or MODULE:function with which `load_function` loads `fn`.
 
-    A function without a global name is stored in the module `NAMELESS`, which only this process
-    has.
+    A function without a global name is stored in the module `NAMELESS`, which exists only in this
+    process.
     """
     module_name = getattr(fn, "__module__", "")
     name = getattr(fn, "__qualname__", type(fn).__name__)
@@ -161,13 +165,13 @@ def spec_of(fn: Callable[..., Any]) -> str:
     is_importable = "." in module_name or "site-packages" in file.parts
     if module_name == "__main__" or is_importable or not file.is_file():
         return f"{module_name}:{name}"
-    # The file may be in the program's directory, where other processes cannot import it by name.
+    # Other processes may be unable to import the file by name if it is in the program's directory.
     _modules.setdefault((file, file.read_bytes()), module)
     return f"{file}:{name}"
 
 
 def _store_nameless(fn: Callable[..., Any], name: str) -> str:
-    """Stores a function under a free name, and returns the name."""
+    """Stores a function in the module `NAMELESS` under an unused name, and returns the name."""
     module = sys.modules.setdefault(NAMELESS, ModuleType(NAMELESS))
     name = re.sub(r"\W", "", name.rpartition(".")[2])
     while getattr(module, name, fn) is not fn:
@@ -176,18 +180,18 @@ def _store_nameless(fn: Callable[..., Any], name: str) -> str:
     return name
 
 
-def names_functions_of_this_program(settings: dict[str, Any]) -> bool:
-    """Whether settings name functions that exist only in the program that started the run."""
+def mentions_functions_of_this_program(settings: dict[str, Any]) -> bool:
+    """Whether any setting names a function that exists only in the program that started the run."""
     text = str(settings)
     return f"{NAMELESS}:" in text or "'__main__:" in text
 
 
-def file_of(spec: str) -> str:
+def file_of_spec(spec: str) -> str:
     """
-    The file that FILE.py:function or MODULE:function names.
+    The path of the file that defines a function given as FILE.py:function or MODULE:function.
 
-    It is the part before the colon if that part is the caller's program, or not a module that has a
-    file.
+    If no such file is known, as for the module `__main__`, the result is the part of `spec` before
+    the colon.
     """
     name = spec.rpartition(":")[0]
     if name == "__main__":
@@ -195,11 +199,12 @@ def file_of(spec: str) -> str:
     return getattr(sys.modules.get(name), "__file__", None) or name
 
 
-def source_of(spec: str) -> str:
+def source_in_main_program(spec: str) -> str:
     """
-    The source code of a function in the caller's program, whose file may change.
+    The source code of a function that is defined in the caller's program or notebook.
 
-    "" for other functions.
+    The source code is needed because the program's file may change. The result is "" for all other
+    functions.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         name = spec.partition("__main__:")[2]
@@ -210,20 +215,20 @@ def source_of(spec: str) -> str:
 # ---- errors
 
 
-def describe_raised(error: BaseException, fn: Callable[..., Any]) -> str:
-    """The error that a user's function raised, and the line in its file, in words."""
+def describe_error_in_function(error: BaseException, fn: Callable[..., Any]) -> str:
+    """A description of the error that a function raised, with the file and line that raised it."""
     module = sys.modules.get(getattr(fn, "__module__", ""))
-    return f"raised {_describe_error(error, getattr(module, '__file__', None))}"
+    return f"raised {_describe_error_with_line(error, getattr(module, '__file__', None))}"
 
 
-def place_suffix(fn: Callable[..., Any]) -> str:
-    """The file and line where a function begins, as a suffix; "" for other callable objects."""
+def file_and_line_suffix(fn: Callable[..., Any]) -> str:
+    """The suffix " (FILE:LINE)" for a function; "" for callable objects that are no functions."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
-def _describe_error(error: BaseException, file: str | None) -> str:
-    """An error in one line, with the last line of the user's file in its traceback."""
+def _describe_error_with_line(error: BaseException, file: str | None) -> str:
+    """A one-line description of an error, with the last line of `file` in the error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
     if not lines:

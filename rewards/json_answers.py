@@ -1,8 +1,8 @@
 """
-Finds the JSON object or list that a text states, and compares it with the right one.
+Finds the JSON object or list that a text states, and compares it with the right answer.
 
-This file does not cover choices inside an object (rewards/choices.py). Each function takes time
-linear in the length of the text.
+This file does not cover choices that are stated in a JSON object (rewards/choices.py). Each
+function takes time linear in the length of the text.
 """
 
 import json
@@ -12,26 +12,27 @@ from typing import Any
 
 from rewards import statements
 
-MOST_BROKEN = 20  # brackets that do not begin valid JSON; a text with more of them states nothing
+MOST_BROKEN = 20  # the largest number of brackets in a text that do not begin valid JSON
 _BRACKET = re.compile(r"[{\[]")
 _BEGINS_JSON = re.compile(r"\{\s{0,99}[\"}]|\[\s{0,99}[\"{\[]")
 _NOT = re.compile(r"\b(?:not|never|neither|cannot)\b|n't\b|[\u2260\u00ac]", re.I)
 
 
-def _number(digits: str) -> tuple[Decimal]:
+def _wrap_number(digits: str) -> tuple[Decimal]:
     return (Decimal(digits),)
 
 
-# Numbers become tuples with one element, so that 1 differs from true. int() refuses NaN, which is
-# not valid JSON.
-_DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number, parse_constant=int)
+# Each number becomes a tuple with one element, because otherwise 1 would equal true. The function
+# int raises an error for NaN, which is not valid JSON.
+_DECODER = json.JSONDecoder(parse_int=_wrap_number, parse_float=_wrap_number, parse_constant=int)
 
 
-def read_json(text: str) -> Any:
+def read_object_or_list(text: str) -> Any:
     """
-    The object or list, if the whole text is one; None for any other text.
+    The JSON object or list that is the whole text; None if the text is anything else.
 
-    Numbers become tuples with one element, so that 1 differs from true.
+    Each number in the object or list becomes a tuple with one element, because otherwise 1 would
+    equal true.
     """
     try:
         value = _DECODER.decode(text)
@@ -41,35 +42,37 @@ def read_json(text: str) -> Any:
 
 
 def is_same_json(gold: str, statement: str) -> bool:
-    """Whether a statement holds the right object or list. Keys may have any order."""
-    right = read_json(gold)
-    return right is not None and right == read_json_statement(statement, type(right))
+    """Whether a statement contains the right JSON object or list; the order of keys is ignored."""
+    right = read_object_or_list(gold)
+    return right is not None and right == read_only_json_value(statement, type(right))
 
 
 def find_json_statements(gold: str, text: str) -> list[str]:
     """
-    The statements in a text, if the right answer is JSON.
+    The pieces of a text that may state its answer, for a right answer that is JSON.
 
-    They are the text's marks that contain a bracket, or else the whole text.
+    The pieces are the last marked answer with a bracket and its rival guesses, or else the whole
+    text.
     """
     bracket = "{" if gold.lstrip().startswith("{") else "["
 
-    def is_json(mark: str) -> bool:
+    def has_bracket(mark: str) -> bool:
         return bracket in mark
 
-    marks = statements.read_marks(text, is_json, with_sentence=False)
+    marks = statements.read_last_mark_and_guesses(text, has_bracket, with_sentence=False)
     return marks or [text]
 
 
-def read_json_statement(text: str, kind: type) -> Any:
+def read_only_json_value(text: str, kind: type) -> Any:
     """
-    The object or the list that a text states; None if the text states none, or more than one.
+    The only JSON object or list that a text states; None if the text states none or several.
 
-    An object that is alone on its lines, or in a fence, is the answer, and the prose around it is
-    an explanation. An object inside a sentence counts only if no object is alone on its lines. An
-    object after "not" is no answer.
+    An object on lines without other words, or in a Markdown code block, is the answer, and the
+    prose around the object is an explanation. An object inside a sentence counts only if the text
+    has no object on lines of its own. An object after "not" is no answer.
+    kind: dict or list.
     """
-    values = _find_values(text, kind)
+    values = _find_json_values(text, kind)
     if values is None:
         return None
     alone = [value for value, stands_alone in values if stands_alone]
@@ -77,12 +80,12 @@ def read_json_statement(text: str, kind: type) -> Any:
     return stated[0] if len(stated) == 1 and isinstance(stated[0], kind) else None
 
 
-def _find_values(text: str, kind: type) -> list[tuple[Any, bool]] | None:
+def _find_json_values(text: str, kind: type) -> list[tuple[Any, bool]] | None:
     """
-    The outermost objects and lists in a text, and whether each is alone on its lines.
+    The outermost JSON objects and lists in a text, and whether each is on lines of its own.
 
-    Values after "not" are skipped. The result is None if the text breaks a value off, joins two
-    values with "or", or takes a value back.
+    Values after "not" are left out. The result is None if a value in the text is incomplete, if two
+    values are joined by "or", or if the text takes a value back.
     """
     values: list[tuple[Any, bool]] = []
     place = end = num_broken = 0
@@ -104,25 +107,25 @@ def _find_values(text: str, kind: type) -> list[tuple[Any, bool]] | None:
         before = between.rpartition("\n")[2]
         if not is_first_json and re.search(rf"{statements.OR}|{statements.MAYBE}", before, re.I):
             return None
-        if not isinstance(value, kind) and _is_footnote(value):
+        if not isinstance(value, kind) and _is_empty_or_footnote(value):
             continue
         if _NOT.search(before):
             continue
-        if values and _is_taken_back(between):
+        if values and _takes_answer_back(between):
             values = []
         after = text[place : place + 200].partition("\n")[0]
         is_prose = re.search(r"\w", re.sub(r"```\w*", "", before) + after)
         values.append((value, not shares_line and not is_prose))
-    return None if values and _is_taken_back(text[end:]) else values
+    return None if values and _takes_answer_back(text[end:]) else values
 
 
-def _is_taken_back(text: str) -> bool:
-    sentences = statements.split_sentences(text) if statements.may_take_back(text) else []
-    return any(map(statements.is_taken_back, sentences))
+def _takes_answer_back(text: str) -> bool:
+    sentences = statements.split_sentences(text) if statements.may_take_answer_back(text) else []
+    return any(map(statements.takes_answer_back, sentences))
 
 
-def _is_footnote(value: Any) -> bool:
-    """Whether a value is no answer, such as [] and {}, or [1] as the sign of a footnote."""
+def _is_empty_or_footnote(value: Any) -> bool:
+    """Whether a value is no answer, since it is empty or a footnote sign such as [1]."""
     return not value or (
         isinstance(value, list) and len(value) == 1 and isinstance(value[0], tuple)
     )

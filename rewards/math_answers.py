@@ -1,67 +1,70 @@
 """
-Answers that are numbers or formulas: reads the statements in a completion, and tells whether they
-have the right value.
+Reads the numbers or formulas that a completion states, and tells whether their values are right.
 
-`read_math_answers` tries the rules in docs/data.md, "What a completion states", in order. The rules
-for every kind of answer are in rewards/statements.py. `mathematics.find_formula` reads the last
-sentence.
+`read_math_answers` tries the rules in the section "What a completion states" of docs/data.md in
+order. The rules that are the same for every kind of answer are in rewards/statements.py.
+`mathematics.find_last_formula` reads the last sentence of a completion.
 
 This file does not cover the values of numbers (rewards/quantities.py), the comparison of formulas
-(rewards/mathematics.py), or answers that are texts (rewards/text_answers.py).
+(rewards/mathematics.py), or answers that are plain text (rewards/text_answers.py).
 """
 
 import functools
 import re
 
 from rewards import statements
-from rewards.mathematics import Verdict, compare_mathematics, find_formula
-from rewards.mathematics import is_mathematics as is_formula
+from rewards.mathematics import Verdict, compare_mathematics, find_last_formula
+from rewards.mathematics import is_number_or_formula as is_bare_number_or_formula
 from rewards.quantities import LONGEST, is_quantity, is_same_quantity, read_number
-from rewards.statements import gold_text, strip_explanation
-from rewards.text_answers import is_same_text, read_text_answers
-from rewards.texts import DENIAL, fold_text
+from rewards.statements import last_mark_or_whole_answer, strip_explanation
+from rewards.text_answers import read_text_answers, states_right_text
+from rewards.texts import DENIAL, fold_for_comparison
 
-_NO_MATH_MARK = re.compile(  # "E = h\\nu", "\\text{yes}", "B", "the pigment"
+_NO_MATH_MARK = re.compile(  # such as "E = h\\nu", "\\text{yes}", "B" or "the pigment"
     r"[^\d=]*=[^\d=]*|[\s(]*\\text[a-z]*\{[^{}0-9]*\}[\s).]*|"
     r"[\s(]*[^\W\d_]+(?:[ ,'-]+[^\W\d_]+)*[\s).]*"
 )
 
 
-# ---- whether an answer is a number or a formula
+# ---- numbers and formulas among right answers
 
 
 @functools.lru_cache(maxsize=2**16)
 def is_number(answer: str) -> bool:
     """
-    Whether an answer is a number, alone or with units or at most two words.
+    Whether an answer is a number, either alone or with units or at most two words.
 
     Dates, times and codes do not count as numbers.
     """
-    return is_quantity(gold_text(answer))
+    return is_quantity(last_mark_or_whole_answer(answer))
 
 
 @functools.lru_cache(maxsize=2**16)
-def is_mathematics(answer: str) -> bool:
-    """Whether an answer is a number or a formula. Words, dates and codes are neither."""
-    return is_formula(gold_text(answer))
+def is_number_or_formula(answer: str) -> bool:
+    """Whether an answer is a number or a formula; words, dates and codes are not."""
+    return is_bare_number_or_formula(last_mark_or_whole_answer(answer))
 
 
-# ---- whether a statement has the right value
+# ---- the comparison of values
 
 
-def is_same_value(gold: str, statement: str) -> Verdict:
-    """Compares numbers and formulas by value. If the right answer is a text, compares texts."""
-    if not is_mathematics(gold):
-        return is_same_text(gold, statement)
+def compare_values(gold: str, statement: str) -> Verdict:
+    """Whether a statement equals the right answer in value, or in text if the answer is text."""
+    if not is_number_or_formula(gold):
+        return states_right_text(gold, statement)
     return compare_mathematics(gold, statement)
 
 
-def is_same_mark(gold: str, statement: str) -> Verdict:
-    """Compares a mark with the answer. A number after words, as in "at least 42", is wrong."""
+def compare_mark_without_words(gold: str, statement: str) -> Verdict:
+    """
+    Whether a marked answer has the right value.
+
+    A marked number after words, as in "at least 42", is wrong.
+    """
     number = read_number(statement)
     if number and re.search(r"[^\W\d_]{2}", number.lead):
         return False
-    return is_same_value(gold, statement)
+    return compare_values(gold, statement)
 
 
 # ---- what a completion states
@@ -69,68 +72,73 @@ def is_same_mark(gold: str, statement: str) -> Verdict:
 
 def read_math_answers(gold: str, text: str) -> list[str]:
     """
-    The statements in a text, if the right answer is a number or a formula. Each must be right.
+    The answers that a completion states; the completion is right only if each of them is right.
 
-    If the right answer is neither, the text is read by the rules for texts.
+    gold: the right answer. If the right answer is neither a number nor a formula, the rules for
+    answers that are plain text apply.
     """
-    if not is_mathematics(gold):
+    if not is_number_or_formula(gold):
         return read_text_answers(gold, text)
     is_numeric = read_number(gold) is not None
-    marks = statements.read_marks(text, _mark_filter(is_numeric))
+    marks = statements.read_last_mark_and_guesses(text, _mark_filter(is_numeric))
     if marks and is_numeric:
-        return [find_formula(strip_explanation(mark)) for mark in marks]
+        return [find_last_formula(strip_explanation(mark)) for mark in marks]
     if marks:
-        return [find_formula(mark) for mark in marks]
+        return [find_last_formula(mark) for mark in marks]
 
-    text = statements.remove_marks(text)
-    first = statements.read_first_statement(text, _is_short_formula, _is_equal)
+    text = statements.remove_marked_answers(text)
+    first = statements.read_first_labelled_statement(
+        text, _is_formula_or_short_number, _are_same_number_or_text
+    )
     if first.text is not None:
         return [first.text]
     if first.rest is not None:
-        return [find_formula(first.rest)]
+        return [find_last_formula(first.rest)]
 
-    first_line = statements.take_first_line(text, is_number)
+    first_line = statements.split_answer_line_from_explanation(text, is_number)
     if first_line:
         line, explanation = first_line
-        if not _concludes(explanation):
+        if not _ends_in_conclusion(explanation):
             return [line]
-    return [find_formula(text)]
+    return [find_last_formula(text)]
 
 
 def read_marked_answers(gold: str, text: str) -> list[str]:
-    """The statements that a text marks, without any other statements."""
-    is_numeric = is_mathematics(gold) and read_number(gold) is not None
-    return statements.read_marks(text, _mark_filter(is_numeric), with_sentence=False)
+    """The last marked answer in a text, and other marked answers if they are rival guesses."""
+    is_numeric = is_number_or_formula(gold) and read_number(gold) is not None
+    return statements.read_last_mark_and_guesses(
+        text, _mark_filter(is_numeric), with_sentence=False
+    )
 
 
 def _mark_filter(is_numeric: bool) -> statements.IsAnswer:
-    return _is_math_mark if is_numeric else statements.accept_any
+    return _may_be_mathematics if is_numeric else statements.accept_any_text
 
 
-def _is_math_mark(mark: str) -> bool:
-    """Whether a mark tries to give a number or a formula, or denies one."""
+def _may_be_mathematics(mark: str) -> bool:
+    """Whether the text of a marked answer may be meant as a number or a formula, or denies one."""
     return len(mark) > LONGEST or bool(DENIAL.search(mark)) or not _NO_MATH_MARK.fullmatch(mark)
 
 
-def _is_short_formula(value: str) -> bool:
-    """Whether the text after a label is a formula, or a number with at most two words after it."""
+def _is_formula_or_short_number(value: str) -> bool:
+    """Whether a text is a formula, or is a number with at most two words after it."""
     number = read_number(value)
     if number and len(number.measure.words) <= 2 and not number.lead.strip(" $"):
         return True
-    return bool(re.search(r"[0-9\\]", value)) and is_mathematics(value)
+    return bool(re.search(r"[0-9\\]", value)) and is_number_or_formula(value)
 
 
-def _is_equal(first: str, second: str) -> bool:
-    """Whether two labelled values are the same number, or else the same text."""
+def _are_same_number_or_text(first: str, second: str) -> bool:
+    """Whether two texts state the same number, or are the same if they state no numbers."""
     first_number = read_number(first)
     second_number = read_number(second)
     if first_number and second_number:
         return is_same_quantity(first_number, second_number)
-    return fold_text(first) == fold_text(second)
+    return fold_for_comparison(first) == fold_for_comparison(second)
 
 
-def _concludes(text: str) -> bool:
-    """Whether the last sentence with a number is a conclusion: "So she has 42.", "6 * 7 = 42"."""
+def _ends_in_conclusion(text: str) -> bool:
+    """Whether the last sentence with a number is a conclusion such as "So she has 42."."""
     sentences = statements.split_sentences(text)
     with_numbers = [sentence for sentence in sentences if re.search("[0-9]", sentence)]
     if not with_numbers:

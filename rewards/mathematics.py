@@ -1,9 +1,8 @@
 """
-Mathematics: tells which answers are formulas, which formula a text states, and whether two are
-the same.
+Tells which answers are formulas, which formula a text states, and whether two formulas are equal.
 
-Numbers are compared in this process (rewards/quantities.py), and formulas by workers
-(rewards/equality.py). This file does not cover which piece of a text is compared
+Numbers are compared in this process (rewards/quantities.py), and formulas are compared by worker
+processes (rewards/equality.py). This file does not cover which piece of a completion is its answer
 (rewards/math_answers.py).
 """
 
@@ -15,29 +14,34 @@ from rewards.quantities import (
     LONGEST,
     WORD,
     Quantity,
-    has_words,
+    has_prose_word,
     is_quantity,
     is_same_quantity,
     read_number,
-    replace_fractions,
+    replace_vulgar_fractions,
 )
-from rewards.texts import DENIAL, clean_text, replace_superscripts
-from rewards.units import Measure, find_unit, is_same_measure, read_measure
-from sandbox.workers import Pool
+from rewards.texts import DENIAL, normalize_unicode, superscripts_to_carets
+from rewards.units import Measure, is_same_measure, read_measure, units_of_spelling
+from sandbox.workers import WorkerPool
 
-Verdict = bool | tuple[str, str]  # a pair of formulas is one that the workers still must compare
+Verdict = bool | tuple[str, str]  # a pair of formulas is still to be compared by a worker
 
-# Processor seconds for one answer. The slowest answer in the tests' table takes a fifth of this.
+# The limit on processor time for one answer, in seconds. The slowest answer in the table of the
+# tests takes a fifth of this time.
 MATH_LIMIT = 1.0
 DEEPEST = 12  # the deepest nesting of brackets and subscripts in a formula
-# Powers of powers of numbers, factorials of factorials, and numbers that would fill a screen.
+
+# Formulas that would take too long to evaluate: powers of powers, factorials of factorials, and
+# numbers that would fill a screen.
 _ENDLESS = re.compile(
     r"[0-9)}]\s*(?:\^|\*\*)\s*[({]*\s*-?[0-9.]+\s*[)}]*\s*(?:\^|\*\*)|"
     r"(?:\^|\*\*)\s*[({]*\s*-?[0-9]{5,}|"
     r"!\s*!|[0-9]{5,}\s*!|[0-9]{200,}"
 )
-_MISREAD = re.compile(r"[0-9]\s+[0-9]|[0-9]\s*_")  # the grammar reads 3 4 as 7, and 1_2 as 1
-# A formula whose value is one number. Sums and products alone are an unfinished calculation.
+_MISREAD = re.compile(r"[0-9]\s+[0-9]|[0-9]\s*_")  # the grammar would read 3 4 as 7, and 1_2 as 1
+
+# A formula whose value is a single number. A formula of sums and products alone does not match,
+# because it is an unfinished calculation.
 _CLOSED = re.compile(
     r"(?!.*[0-9] +[0-9])(?=.*(?:\\(?:sqrt|binom|log|ln|[cdt]?frac)|[\^!|]))"
     r"(?:[0-9.+*/(){}\[\]^!_ -]|\\(?:sqrt|binom|log|ln|[cdt]?frac|pi|times|cdot|left|right)|^\||"
@@ -78,7 +82,7 @@ _ROOT = re.compile(r"(\\sqrt(?:\[[0-9]\])?) +([0-9]+|[A-Za-z])")
 _BEFORE_BRACKETS = re.compile(
     r"\\sqrt ?(?:\[[^\[\]]{1,9}\])? ?(?=\()|\^ ?(?=\()|\\[cdt]?frac ?(?:\{[^{}]*\} ?)?(?=\()"
 )
-_MEASURE = re.compile(  # the text after a formula: \text{ cm}^2, or two letters or more
+_MEASURE = re.compile(  # a unit after a formula: \text{ cm}^2, or a word of at least two letters
     r"(?:\\[,; ]|[\s~])*(?:\\(?:text|textrm|mathrm|mbox) ?\{\s*([^{}]*?)\s*\}|"
     r"(?<=[\s})0-9])([A-Za-z]{2,}))"
     r"\s*(\^ ?\{?[23]\}?)?[\s.]*$"
@@ -88,35 +92,35 @@ _MEASURE = re.compile(  # the text after a formula: \text{ cm}^2, or two letters
 @functools.lru_cache(maxsize=2**12)
 def to_latex(text: str) -> str:
     """
-    A formula in the LaTeX that the grammar reads.
+    A formula, rewritten in the LaTeX notation that math-verify's grammar can read.
 
-    For example, sqrt(3), \\sqrt(3) and a root sign before 3 become \\sqrt{3}.
+    For example, sqrt(3), \\sqrt(3) and a 3 after a root sign all become \\sqrt{3}.
     """
-    text = _replace_signs(clean_text(text)).strip(" .$*:")
+    text = _replace_symbols_with_latex(normalize_unicode(text)).strip(" .$*:")
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text)
-    text = _NAMES.sub(_write_name, text)
+    text = _NAMES.sub(_to_latex_function_name, text)
     text = re.sub(r"(?<=[\w)}])\*\*(?=[-\w({])", "^", text)
     text = re.sub(r"\^ ?([-+][0-9]+)", r"^{\1}", text)
     text = re.sub(r"\\log_([0-9])(?= ?[0-9])", r"\\log_{\1}", text)  # \log_2 8
     text = _ROOT.sub(r"\1{\2}", text)
-    return _write_braces(text)
+    return _replace_brackets_with_braces(text)
 
 
-def _replace_signs(text: str) -> str:
-    """A text with \\pi for \u03c0, \\frac{1}{2} for \u00bd and x^2 for x\u00b2."""
+def _replace_symbols_with_latex(text: str) -> str:
+    """A text with Unicode symbols rewritten in LaTeX, as \\pi for \u03c0 and x^2 for x\u00b2."""
     if text.isascii():
         return text
-    text = replace_fractions(replace_superscripts(text))
+    text = replace_vulgar_fractions(superscripts_to_carets(text))
     return _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)
 
 
-def _write_name(match: re.Match[str]) -> str:
+def _to_latex_function_name(match: re.Match[str]) -> str:
     return f"\\{match[1]}" if match[2] or match[1] != "pi" else "\\pi "
 
 
-def _write_braces(text: str) -> str:
-    """A text in which the brackets of roots, fractions and powers are replaced with braces."""
-    ends = _find_brackets(text)
+def _replace_brackets_with_braces(text: str) -> str:
+    """A text with braces in place of the round brackets of roots, fractions and powers."""
+    ends = _match_brackets(text)
     characters = list(text)
     for match in _BEFORE_BRACKETS.finditer(text):
         begin = match.end()
@@ -132,8 +136,8 @@ def _write_braces(text: str) -> str:
     return "".join(characters)
 
 
-def _find_brackets(text: str) -> dict[int, int]:
-    """Maps the place of each opening bracket to that of its closing bracket, in one pass."""
+def _match_brackets(text: str) -> dict[int, int]:
+    """A mapping from the index of each opening bracket to the index of its closing bracket."""
     open_places: list[int] = []
     ends = {}
     for place, character in enumerate(text):
@@ -144,13 +148,13 @@ def _find_brackets(text: str) -> dict[int, int]:
     return ends
 
 
-def _split_measure(formula: str) -> tuple[str, Measure]:
-    """A formula without the units after it, and these units."""
+def _split_off_units(formula: str) -> tuple[str, Measure]:
+    """The formula without the units after it, and the units."""
     match = _MEASURE.search(formula)
     if not match or not match.start():
         return formula, Measure((), ())
     in_latex, plain_word, power = match.groups()
-    if plain_word and not find_unit(plain_word):
+    if plain_word and not units_of_spelling(plain_word):
         return formula, Measure((), ())
     unit = in_latex or plain_word or ""
     if power and not unit:  # x^2\text{}^2
@@ -164,37 +168,39 @@ def _split_measure(formula: str) -> tuple[str, Measure]:
 
 
 def _is_formula(text: str) -> bool:
-    if len(text) > LONGEST or has_words(text) or re.search("[:#@]", text):
+    if len(text) > LONGEST or has_prose_word(text) or re.search("[:#@]", text):
         return False
     return bool(_FORMULA.search(text))
 
 
 @functools.lru_cache(maxsize=2**16)
-def is_mathematics(answer: str) -> bool:
-    """Whether an answer is a number or a formula. Words, dates and codes are none."""
+def is_number_or_formula(answer: str) -> bool:
+    """Whether an answer is a number or a formula; words, dates and codes are not."""
     if len(answer) > LONGEST:
         return False
     return is_quantity(answer) or _is_formula(answer) or _is_formula(to_latex(answer))
 
 
-# ---- what is compared
+# ---- the comparison of values
 
 
 @functools.cache
-def math_pool() -> Pool:
+def formula_worker_pool() -> WorkerPool:
     """
-    The workers that compare formulas.
+    The worker processes that compare formulas.
 
-    They are processes, since the library limits its time with a signal, which only a process's main
-    thread may use.
+    The workers are processes rather than threads, since math-verify limits its running time with a
+    signal, and only the main thread of a process may handle signals.
     """
     target = "rewards.equality:make_math_checker"
-    return Pool(target, (), num=min(4, os.cpu_count() or 1), limit=MATH_LIMIT, sealed=True)
+    return WorkerPool(target, (), num=min(4, os.cpu_count() or 1), limit=MATH_LIMIT, sealed=True)
 
 
 def compare_mathematics(gold: str, statement: str) -> Verdict:
     """
-    Compares two numbers by value, or returns two formulas for the workers. Units must agree.
+    The verdict on the equality of two answers, or two formulas that a worker must still compare.
+
+    The units must agree if both answers have units.
     """
     right = read_number(gold)
     stated = read_number(statement)
@@ -202,13 +208,13 @@ def compare_mathematics(gold: str, statement: str) -> Verdict:
         return is_same_quantity(right, stated)
     if not statement or len(statement) > LONGEST:
         return False
-    gold_formula, gold_measure = _split_measure(to_latex(gold))
-    formula, measure = _split_measure(to_latex(statement))
+    gold_formula, gold_measure = _split_off_units(to_latex(gold))
+    formula, measure = _split_off_units(to_latex(statement))
     if right:
-        gold_formula = _write_value(right)
+        gold_formula = _quantity_to_latex(right)
         gold_measure = right.measure
     if stated:
-        formula = _write_value(stated)
+        formula = _quantity_to_latex(stated)
         measure = stated.measure
     if not is_same_measure(gold_measure, measure):
         return False
@@ -217,7 +223,7 @@ def compare_mathematics(gold: str, statement: str) -> Verdict:
     if right and not _CLOSED.fullmatch(formula):
         return False
     if (
-        has_words(formula)
+        has_prose_word(formula)
         or _is_too_deep(formula)
         or _ENDLESS.search(formula)
         or _MISREAD.search(formula)
@@ -228,9 +234,9 @@ def compare_mathematics(gold: str, statement: str) -> Verdict:
 
 def _is_too_deep(formula: str) -> bool:
     """
-    Whether a formula nests brackets or subscripts deeper than any answer needs.
+    Whether brackets or subscripts in a formula are nested deeper than any answer needs.
 
-    The grammar takes seconds for such a formula.
+    The grammar would take seconds to read such a formula.
     """
     depth = 0
     for character in formula:
@@ -243,7 +249,7 @@ def _is_too_deep(formula: str) -> bool:
     return formula.count("_") > DEEPEST
 
 
-def _write_value(quantity: Quantity) -> str:
+def _quantity_to_latex(quantity: Quantity) -> str:
     top = quantity.value.numerator
     bottom = quantity.value.denominator
     value = str(top) if bottom == 1 else f"\\frac{{{top}}}{{{bottom}}}"
@@ -254,13 +260,13 @@ _SENTENCE_END = re.compile(r"\n|(?<=[.!?])(?<!\bRs\.)(?<!\b(?:sq|cu)\.)[*)\"']*(
 _IN_DOLLARS = re.compile(r"[A-Za-z ,:*]*\$+([^$]+)\$+[ .,:*]*")
 
 
-def find_formula(text: str) -> str:
+def find_last_formula(text: str) -> str:
     """
-    The only formula in the last sentence that has one.
+    The only number or formula in the last sentence of a text that contains one.
 
-    "" if the sentence has several formulas, is a denial or is a question.
+    The result is "" if the sentence contains several formulas, is a denial or is a question.
     """
-    sentence = _last_sentence(_replace_signs(text))
+    sentence = _last_sentence_with_formula(_replace_symbols_with_latex(text))
     is_question = sentence.rstrip("*)\"' ").endswith("?")
     if len(sentence) > LONGEST or is_question or DENIAL.search(sentence):
         return ""
@@ -274,13 +280,13 @@ def find_formula(text: str) -> str:
     in_dollars = _IN_DOLLARS.fullmatch(re.sub(r"\\[()\[\]]", "$", formula))
     if in_dollars:
         return in_dollars[1]
-    # excludes (x+1) in arcsin(x+1)
+    # false for the (x+1) in arcsin(x+1)
     is_apart = sentence.startswith(formula) or re.match("[ :*,]", formula)
     return formula.strip(" .,:*") if is_apart else ""
 
 
-def _last_sentence(text: str) -> str:
-    """The last sentence with a number or a LaTeX command; without any, the last sentence."""
+def _last_sentence_with_formula(text: str) -> str:
+    """The last sentence with a number or a LaTeX command; else the last sentence of the text."""
     sentences = [part for part in _SENTENCE_END.split(text) if part.strip()]
     with_formulas = [part for part in sentences if re.search(r"[0-9]|\\[A-Za-z]{2}", part)]
     return (with_formulas or sentences or [""])[-1].strip()

@@ -1,10 +1,11 @@
 """
-Reads numbers with units, as people and models write them, and tells whether two are the same.
+Reads numbers with units, as people and models write them, and tells whether two are equal.
 
-Values are exact fractions. Only fractions, mixed numbers and powers of ten are calculated.
+The values of numbers are exact fractions. Only fractions, mixed numbers and powers of ten are
+calculated.
 
-This file does not cover number words, rounding, unit conversions, or which part of a text is its
-answer (rewards/math_answers.py).
+This file does not cover numbers written as words, rounding, unit conversions, or which part of a
+completion is its answer (rewards/math_answers.py).
 """
 
 import functools
@@ -13,14 +14,14 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from rewards.texts import clean_text, replace_superscripts
-from rewards.units import Measure, find_unit, is_same_measure, read_measure
+from rewards.texts import normalize_unicode, superscripts_to_carets
+from rewards.units import Measure, is_same_measure, read_measure, units_of_spelling
 
-LONGEST = 400  # characters of a statement
+LONGEST = 400  # the largest number of characters in a statement
 
-# ---- a text without marks around its numbers
+# ---- texts without LaTeX and Markdown
 
-# The LaTeX and Markdown around numbers, and what each is replaced with.
+# Patterns of LaTeX and Markdown around numbers, each with its replacement.
 _REWRITES: tuple[tuple[str, str], ...] = (
     (r"\\[cdt]?frac ?(?:\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}|([0-9])([0-9]))", r" \1\3/\2\4"),
     (r"\\([$%#&])", r"\1"),
@@ -45,44 +46,46 @@ _REWRITES: tuple[tuple[str, str], ...] = (
     (
         r"(?<![A-Za-z0-9])(?:[-+*/() 0-9.$]|,(?=[0-9]{3}))*[0-9)] *=(?= *[-$]? ?[0-9])",
         "",
-    ),  # 6 * 7 = 42
+    ),  # the left side of 6 * 7 = 42
 )
 _COMPILED = [(re.compile(pattern), new) for pattern, new in _REWRITES]
 
 
-def replace_fractions(text: str) -> str:
-    """A text with \\frac{1}{2} for \u00bd."""
+def replace_vulgar_fractions(text: str) -> str:
+    """A text with vulgar fractions rewritten in LaTeX, as \\frac{1}{2} for \u00bd."""
     if text.isascii():
         return text
-    return re.sub(r"[\u00bc-\u00be\u2150-\u215e\u2189]", _write_fraction, text)
+    return re.sub(r"[\u00bc-\u00be\u2150-\u215e\u2189]", _vulgar_fraction_to_latex, text)
 
 
-def _write_fraction(match: re.Match[str]) -> str:
+def _vulgar_fraction_to_latex(match: re.Match[str]) -> str:
     top, _, bottom = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
     return f"\\frac{{{top}}}{{{bottom}}}"
 
 
 @functools.lru_cache(maxsize=2**12)
-def plain_text(text: str) -> str:
+def remove_math_markup(text: str) -> str:
     """
-    A short text without LaTeX, Markdown or the left side of "6 * 7 = 42".
+    A short text without LaTeX and Markdown, and without left sides of equations.
+
+    For example, "6 * 7 = 42" becomes "42".
     """
-    text = replace_fractions(replace_superscripts(clean_text(text)))
+    text = replace_vulgar_fractions(superscripts_to_carets(normalize_unicode(text)))
     for pattern, new in _COMPILED:
         text = pattern.sub(new, text)
     return text
 
 
-WORD = re.compile(  # a word of prose, not a part of a formula
+WORD = re.compile(  # a word of prose, as opposed to part of a formula
     r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)(?:[^\W\d_]{3,}|or|and|to|is|"
     r"if|it|in|of|no)\b"
     r"|[\u0400-\u1fff\u3040-\u9fff\uac00-\ud7a3]"
 )
 
 
-def has_words(text: str) -> bool:
-    """Whether a text holds a word of prose, not just the letters of a formula."""
-    return bool(WORD.search(plain_text(text)))
+def has_prose_word(text: str) -> bool:
+    """Whether a text contains a word of prose, as opposed to letters in a formula."""
+    return bool(WORD.search(remove_math_markup(text)))
 
 
 # ---- digits
@@ -98,8 +101,12 @@ _DIGITS = rf"(?:{_THREES}|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
 _COMMAS_IN_THREES = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}")
 
 
-def read_digits(digits: str) -> Fraction:
-    """The value of digits with separators for thousands and decimals: 1,234 is 1234, 1,5 is 1.5."""
+def parse_separated_digits(digits: str) -> Fraction:
+    """
+    The value of digits with separators for thousands and decimals.
+
+    For example, "1,234" is 1234, and "1,5" is 1.5.
+    """
     digits = re.sub("[ ']", "", digits)
     last_point = digits.rfind(".")
     last_comma = digits.rfind(",")
@@ -119,7 +126,7 @@ def read_digits(digits: str) -> Fraction:
 _MONEY = (
     r"US\$|[$\u20ac\u00a3\u20b9\u00a5\u20bd\u20a9]|(?:USD|EUR|GBP|INR|JPY|CNY|CHF)(?= )|Rs\.?(?= )"
 )
-_NUMBER = re.compile(  # not the 5 of "x5", the minus of "7-5", a part of "10:30" or "1.2.3"
+_NUMBER = re.compile(  # excludes the 5 in "x5", the minus in "7-5", and "10:30" and "1.2.3"
     rf"(?P<sign>(?<![\w)%\]}}^])[-+] ?)?(?P<money>{_MONEY})? ?(?P<minus>(?<![\w)%\]}}^])-)?"
     r"(?<![A-Za-z0-9_^])(?<!\^[-+ ])(?<![0-9][.,:/])"
     r"(?:(?P<ten>10) ?\^ ?(?P<tens>[-+]?[0-9]{1,2})|"
@@ -144,7 +151,7 @@ _SIGNS = (
 )
 _FUNCTIONS = r"(?:pi|mod|sqrt|(?:arc|a)?(?:sin|cos|tan|sec|csc|cot)h?|log|ln|exp|lim)"
 _BESIDE = rf"[^\W\d_]{{2,}}+|(?![{_SIGNS}])[^\x00-\x7f]|[\s.,:;%'\"*$]"
-_BEFORE = re.compile(  # prose, or a name and its equals sign
+_BEFORE = re.compile(  # prose, or a name before an equals sign
     rf"(?:\b[A-Za-z][A-Za-z0-9]{{0,2}}+ ?(?==)|{_BESIDE}|[()/=-]|\b[aAI]\b|\b[ghlms]\b(?=[ /:]))*+"
 )
 _ENDS_IN_FORMULA = re.compile(
@@ -155,45 +162,48 @@ _AFTER = re.compile(  # units and prose
     r"[-/=](?= ?\(? ?(?:[^\W\d_]{2}|[a-zA-Z]\b)|\W*$)|\b[aAI]\b|"
     r"(?<![^\W\d_])[A-Za-z](?![A-Za-z0-9=(]))*+"
 )
-_GLUED = "ghlmsAJKLNVW"  # letters that are units directly after a digit: 5m is a length, 5x is not
+_GLUED = "ghlmsAJKLNVW"  # letters that are units directly after a digit, as in 5m but not in 5x
 _FORMULA_BEHIND = re.compile(
     rf" ?[-*]? ?\(? ?(?:pi\b|{_FUNCTIONS}(?![a-z])(?= ?(?:\(|[0-9]|[A-Za-z]\b)))"
 )
 _NAME = re.compile(r"(?<![A-Za-z0-9])([A-Za-z][0-9]{0,2}) ?= ?$")
 _IN_BRACKETS = re.compile(
     r"(?<![A-Za-z])[(\[{]\s*-?[0-9]+,[0-9]+\s*[)\]}]"
-)  # a pair, an interval, a set
+)  # a pair, an interval or a set
 
 
 class Quantity(NamedTuple):
+    """A number as a text states it, with its units and the words around it."""
+
     value: Fraction
     measure: Measure
     name: str  # the x in "x = 5"
     lead: str  # the text before the number
-    is_glued: bool  # whether a capital follows its last digit, as in the code "5B"
+    is_glued: bool  # whether a capital directly follows the last digit, as in the code "5B"
 
 
 @functools.lru_cache(maxsize=2**12)
 def read_number(text: str) -> Quantity | None:
     """
-    The only number that a short text states; None if the text states none, or more than one.
+    The only number that a short text states; None if the text states no number or several.
 
-    Examples are "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%", and "There are 7.".
-    The result is also None if a sign makes the number a root, a bound or a power.
+    Texts that state one number are, for example, "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%"
+    and "There are 7.".
+    The result is also None if the number is only part of a root, a bound or a power.
     """
     if len(text) > LONGEST:
         return None
-    plain = plain_text(text)
+    plain = remove_math_markup(text)
     if WORD.search(plain):
-        plain = plain.rstrip("! ")  # otherwise the "!" is a factorial
+        plain = plain.rstrip("! ")  # in a text without words, "!" means a factorial
     matches = list(_NUMBER.finditer(plain))
     if len(matches) != 1:
         return None
     match = matches[0]
     lead = plain[: match.start()]
     rest = plain[match.end() :]
-    value = _read_value(match)
-    if value is None or not _is_before_number(lead, match) or not _is_after_number(rest):
+    value = _value_of_match(match)
+    if value is None or not _lead_keeps_value(lead, match) or not _rest_keeps_value(rest):
         return None
     if "," in match[0] and _IN_BRACKETS.search(re.sub(r"\\(?:left|right)", "", text)):
         return None
@@ -207,13 +217,13 @@ def read_number(text: str) -> Quantity | None:
     )
 
 
-def _read_value(match: re.Match[str]) -> Fraction | None:
+def _value_of_match(match: re.Match[str]) -> Fraction | None:
     if match["ten"]:
         value = Fraction(10) ** int(match["tens"])
     else:
-        value = read_digits(match["top"])
+        value = parse_separated_digits(match["top"])
         if match["bottom"]:
-            bottom = read_digits(match["bottom"])
+            bottom = parse_separated_digits(match["bottom"])
             if not bottom:
                 return None
             value /= bottom
@@ -228,9 +238,11 @@ def _read_value(match: re.Match[str]) -> Fraction | None:
     return -value if is_negative else value
 
 
-def _is_before_number(lead: str, match: re.Match[str]) -> bool:
+def _lead_keeps_value(lead: str, match: re.Match[str]) -> bool:
     """
-    Whether the text before a number does not change its value: prose, or a name and equals sign.
+    Whether the text before a number leaves the value of the number unchanged.
+
+    Prose leaves the value unchanged, and so does a name with an equals sign.
     """
     if not _BEFORE.fullmatch(lead):
         return False
@@ -239,18 +251,22 @@ def _is_before_number(lead: str, match: re.Match[str]) -> bool:
     return not _ENDS_IN_FORMULA.search(lead)
 
 
-def _is_after_number(rest: str) -> bool:
-    """Whether the text after a number does not change its value: units, or prose."""
+def _rest_keeps_value(rest: str) -> bool:
+    """Whether the text after a number leaves its value unchanged, as units and prose do."""
     if not _AFTER.fullmatch(rest) or _FORMULA_BEHIND.match(rest):
         return False
     letter = re.match(r"( ?)([A-Za-z])(?![A-Za-z])", rest)
     if letter and not letter[1] and letter[2] not in _GLUED:
         return False
-    if letter and letter[1] and letter[2] not in "aAI" and find_unit(letter[2]) is None:  # 5 x
+    if (
+        letter and letter[1] and letter[2] not in "aAI" and units_of_spelling(letter[2]) is None
+    ):  # 5 x
         return False
     if re.match(r" ?[A-Za-ln-z] ?\^ ?\+?[2-9]", rest):  # 5t^2
         return False
-    return not re.match(r" ?(?:[-*/] ?\(?|\() ?[A-Za-z](?![A-Za-z])", rest)  # 5 - g, 5/s, 5(x)
+    return not re.match(
+        r" ?(?:[-*/] ?\(?|\() ?[A-Za-z](?![A-Za-z])", rest
+    )  # for example, 5 - g, 5/s or 5(x)
 
 
 def _first_clause(text: str) -> str:
@@ -259,21 +275,22 @@ def _first_clause(text: str) -> str:
 
 def is_same_quantity(right: Quantity, stated: Quantity) -> bool:
     """
-    Whether two quantities have equal values, and equal units and names if both have them.
+    Whether two quantities have equal values, and equal units and names where both have them.
 
-    A fraction states the percentage with the same value: 0.28 states 28%.
+    If the right answer is a percentage, the fraction with the same value is right too, as 0.28 for
+    28%.
     """
     if right.name and stated.name and right.name != stated.name:
         return False
     if right.value == stated.value:
         return is_same_measure(right.measure, stated.measure)
-    is_percentage = [unit for unit, _ in right.measure.powers] == [find_unit("%")]
+    is_percentage = [unit for unit, _ in right.measure.powers] == [units_of_spelling("%")]
     return is_percentage and not stated.measure and right.value == 100 * stated.value
 
 
-# ---- which answers are numbers
+# ---- numbers among right answers
 
-_NO_NUMBER = re.compile(  # an answer that only looks like a number: 007, 3rd, 3 pm
+_NO_NUMBER = re.compile(  # answers that only look like numbers: 007, 3rd, 3 pm
     r"^\W*0[0-9]|/ ?0|[0-9](?:st|nd|rd|th)\b|[0-9] ?[AaPp]\.?[Mm]\b"
 )
 
@@ -281,10 +298,11 @@ _NO_NUMBER = re.compile(  # an answer that only looks like a number: 007, 3rd, 3
 @functools.lru_cache(maxsize=2**16)
 def is_quantity(answer: str) -> bool:
     """
-    Whether an answer is a number, alone or with units or at most two words.
+    Whether an answer is a number, either alone or with units or at most two words.
 
-    Dates, times and codes are not. A single capital is a unit only after a space: "5 V" is a
-    number, "5B" is a code. A longer word in capitals after the digits must be a unit.
+    Dates, times and codes do not count as numbers. A single capital letter is a unit only after a
+    space, so "5 V" is a number and "5B" is a code. A longer word with a capital after the digits,
+    as in "4 July", must be a unit.
     """
     number = read_number(answer)
     if number is None or number.lead.strip(" $"):
@@ -292,10 +310,10 @@ def is_quantity(answer: str) -> bool:
     most_words = 1 if number.measure.powers else 2
     if len(number.measure.words) > most_words:
         return False
-    plain = plain_text(answer).strip(" .")
+    plain = remove_math_markup(answer).strip(" .")
     capitals = re.search(r"[0-9] ?([A-Z][A-Za-z]*)", plain)
     if capitals:
-        is_unit = find_unit(capitals[1]) is not None or read_measure(capitals[1]).powers
+        is_unit = units_of_spelling(capitals[1]) is not None or read_measure(capitals[1]).powers
         is_code = number.is_glued and len(capitals[1]) == 1
         is_name = bool(re.match("[A-Z][a-z]", capitals[1])) and not is_unit  # 4 July
         if is_code or is_name or (number.is_glued and not is_unit):

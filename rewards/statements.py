@@ -1,20 +1,23 @@
 # ruff: noqa: RUF001  (words of several languages)
 """
-Finds what a completion states: the piece of its text that is its answer.
+Finds the piece of a completion that states its answer.
 
-These are the rules in order, and docs/data.md has a row with an example for each.
+The rules apply in the order below, and docs/data.md has a row with an example for each rule.
 
-- `strip_thoughts`: a thought states nothing.
-- `read_marks`: the last box, `####`, `<answer>` or final line "Answer: X" wins, if it holds an
-  answer of the requested kind. `find_answer_line` and `find_answer_sentence` read the last line.
-  `_are_guesses` finds marks that are only guesses.
-- `read_first_statement`: the first sentence with a label such as "The answer is" states the text
-  after the label. The rest explains this answer (`cut_explanation`), takes it back
-  (`is_taken_back`), or leaves it open (`is_open`, `is_hedge`).
-- `take_first_line`: a first line that stands alone states its answer; the rest explains it.
+- `strip_thoughts` removes thoughts, since a thought states nothing.
+- `read_last_mark_and_guesses` reads the last marked answer, which is in a box, after `####`, in an
+  `<answer>` tag, or in a last line after "Answer:". The marked answer must be of the requested
+  kind. `find_answer_line` and `find_answer_sentence` read the last line, and `_are_rival_guesses`
+  finds out whether two marked answers are only guesses.
+- `read_first_labelled_statement` reads the answer after a label such as "The answer is", in the
+  first sentence that has such a label. The rest of the text may explain this answer
+  (`split_off_explanation`), take the answer back (`takes_answer_back`), or leave it open
+  (`allows_second_answer`, `is_hedge`).
+- `split_answer_line_from_explanation` reads a first line that is an answer by itself; the rest of
+  the text explains the answer.
 
 The rules for one kind of answer are in rewards/choices.py, text_answers.py, math_answers.py and
-json_answers.py. rewards/verifiers.py compares a statement with the right answer.
+json_answers.py. The comparison of a statement with the right answer is in rewards/verifiers.py.
 
 Each function takes time linear in the length of the text.
 """
@@ -24,14 +27,14 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rewards.texts import clean_text
+from rewards.texts import normalize_unicode
 
-IsAnswer = Callable[[str], object]  # tells whether a text is an answer of the requested kind
+IsAnswer = Callable[[str], object]  # whether a text is an answer of the requested kind
 
-LONGEST_LINE = 400  # characters; a longer line or sentence states nothing
+LONGEST_LINE = 400  # a line or sentence with more characters states nothing
 
 
-def accept_any(_: str) -> bool:
+def accept_any_text(_: str) -> bool:
     """An `IsAnswer` that accepts every piece of text as an answer."""
     return True
 
@@ -54,23 +57,23 @@ _CONTROL = re.compile(
 )
 
 
-def _is_closing(tag: re.Match[str]) -> bool:
+def _is_closing_tag(tag: re.Match[str]) -> bool:
     return any(tag.groupdict().values())
 
 
 def strip_thoughts(text: str) -> str:
     """
-    A text without its thoughts.
+    The text without its thoughts.
 
-    The text begins after the last closing tag, and ends before a tag that opens another thought.
-    A thought that never closes states nothing, so a text that begins with one becomes empty.
+    The result begins after the last closing tag of a thought, and ends before a tag that opens
+    another thought. The result is empty if the text begins with a thought that never closes.
     """
     if not any(bracket in text for bracket in "<[\u25c1"):
         return text
     begin = 0
     end = len(text)
     for tag in _TAG.finditer(text):
-        if _is_closing(tag):
+        if _is_closing_tag(tag):
             begin = tag.end()
             end = len(text)
         else:
@@ -83,11 +86,12 @@ def open_thought_text(prompt: str) -> str:
     """
     The thought that a rendered prompt leaves open, with its opening tag; "" if there is none.
 
-    Some chat templates end with "<think>". Only a tag that ends the prompt, or that begins the
-    assistant's turn, opens a thought. A tag inside the user's message does not.
+    Some chat templates end with "<think>", so that the completion begins inside a thought. Only a
+    tag at the end of the prompt, or at the beginning of the assistant's turn, opens a thought; a
+    tag inside the user's message does not.
     """
     tags = list(_TAG.finditer(prompt))
-    if not tags or _is_closing(tags[-1]):
+    if not tags or _is_closing_tag(tags[-1]):
         return ""
     last = tags[-1]
     controls = [control.end() for control in _CONTROL.finditer(prompt, 0, last.start())]
@@ -138,7 +142,7 @@ _ANSWER = (
     r"|ה?תשובה(?: הנכונה)?"
     r"|(?:सही )?उत्तर|คําตอบ(?:ที่ถูก)?"
 )
-_IS = (  # in scripts with spaces, another word must follow
+_IS = (  # no letter may follow a verb directly in scripts that put spaces between words
     r"(?:(?:(?:is|are|was|were|would be|should be|must be|has to be|will be)"
     r"(?: (?:therefore|thus|then|clearly|simply|just))?"
     r"(?: indeed)?|equals|ist|lautet|wäre|est|es|è|e'|é|to|je|är|er|là|adalah|это|هي|هو|היא|"
@@ -212,7 +216,7 @@ GUESS = re.compile(
     r"first answer|second answer)\b",
     re.IGNORECASE,
 )
-EXPLAINS = re.compile(  # what may follow an answer in its sentence
+EXPLAINS = re.compile(  # words that may follow an answer in its sentence to explain it
     r"[\s,;:*_`-]*(?:\s|^)(?:(?:and |but )?not|rather than|instead of|because|since|although|"
     r"though|even though|while|"
     r"whereas|unlike|weil|denn|da|obwohl|nicht|sondern nicht|car|parce que|puisque|et non|pas|"
@@ -225,8 +229,8 @@ EXPLAINS = re.compile(  # what may follow an answer in its sentence
 )
 _SENTENCE_END = re.compile(r"[.!?;。！？؟][*_)\]\"'”»`]*\s+")
 
-# Without one of these words there is no label, and no answer is taken back. Looking for them is
-# faster than matching the patterns.
+# Every label contains one of `_LABEL_WORDS`, and every sentence that takes an answer back contains
+# one of `_TAKING_BACK_WORDS`. Searching for the words is faster than matching the patterns.
 _LABEL_WORDS = (
     "answer antwor svar jawaban respuesta risposta resposta cevap réponse odpowiedź odpověď ответ "
     "відповідь yanıt đáp "
@@ -245,17 +249,17 @@ _ASCII_LABEL_WORDS = [word for word in _LABEL_WORDS if word.isascii()]
 _ASCII_TAKING_BACK_WORDS = [word for word in _TAKING_BACK_WORDS if word.isascii()]
 
 
-def has_label_word(text: str) -> bool:
-    """Whether a text holds a word for "answer" in one of the languages of `LABEL`."""
-    return _has_word(text, _ASCII_LABEL_WORDS if text.isascii() else _LABEL_WORDS)
+def has_word_for_answer(text: str) -> bool:
+    """Whether a text contains a word for "answer" in one of the languages of `LABEL`."""
+    return _contains_any(text, _ASCII_LABEL_WORDS if text.isascii() else _LABEL_WORDS)
 
 
-def may_take_back(text: str) -> bool:
-    """Whether a text holds a word that may make `is_taken_back` true for one of its sentences."""
-    return _has_word(text, _ASCII_TAKING_BACK_WORDS if text.isascii() else _TAKING_BACK_WORDS)
+def may_take_answer_back(text: str) -> bool:
+    """Whether a text contains a word that could take an answer back, such as "mistake"."""
+    return _contains_any(text, _ASCII_TAKING_BACK_WORDS if text.isascii() else _TAKING_BACK_WORDS)
 
 
-def _has_word(text: str, words: list[str]) -> bool:
+def _contains_any(text: str, words: list[str]) -> bool:
     lowered = text.lower()
     for word in words:  # noqa: SIM110  (any() of a generator takes twice the time)
         if word in lowered:
@@ -263,22 +267,23 @@ def _has_word(text: str, words: list[str]) -> bool:
     return False
 
 
-def is_taken_back(sentence: str) -> bool:
-    """Whether a sentence takes back an earlier answer: "Wait, ...", "I made a mistake"."""
-    return may_take_back(sentence) and bool(_TAKES_BACK.search(sentence))
+def takes_answer_back(sentence: str) -> bool:
+    """Whether a sentence takes an earlier answer back, as "Wait" and "I made a mistake" do."""
+    return may_take_answer_back(sentence) and bool(_TAKES_BACK.search(sentence))
 
 
 def opens_correction(sentence: str) -> bool:
     """
-    Whether a sentence opens with "Actually" or "No".
+    Whether a sentence opens with a word of correction, such as "Actually" or "No".
 
-    Such a sentence corrects an answer if it names another one.
+    A sentence with a word of correction at its beginning corrects an earlier answer only if the
+    sentence names another answer.
     """
     return bool(re.match(OPENS_CORRECTION, sentence, re.IGNORECASE))
 
 
 def is_hedge(sentence: str) -> bool:
-    """Whether a sentence adds another answer and leaves both open: "Or C.", "It might be C."."""
+    """Whether a sentence suggests a second answer beside the first, as in "It might be C."."""
     return bool(_OPENS_HEDGE.match(sentence) or _HEDGES.search(sentence))
 
 
@@ -286,12 +291,12 @@ def is_question(sentence: str) -> bool:
     return sentence.rstrip(" *_)\"'`").endswith(("?", "\u061f"))
 
 
-def cut_explanation(text: str) -> tuple[str, str]:
-    """The part of a sentence before "because", "not" and the like, and the rest."""
+def split_off_explanation(text: str) -> tuple[str, str]:
+    """The part of a text before an explanation such as "because 6 * 7 = 42", and the rest."""
     match = EXPLAINS.search(text)
     if match and match.start():
         return text[: match.start()], text[match.start() :]
-    # a bracket that holds words, not a part of a formula
+    # a bracket with words, as opposed to a bracket in a formula
     bracket = re.search(r"\s\((?=[^()\\]*[^\W\d_]{3})[^()\\]*\)[\s.!*_]*$", text)
     if bracket and bracket.start():
         return text[: bracket.start()], text[bracket.start() :]
@@ -300,31 +305,31 @@ def cut_explanation(text: str) -> tuple[str, str]:
 
 def strip_explanation(piece: str) -> str:
     """
-    A piece of text without the explanation that `cut_explanation` finds in it.
+    A piece of text without the explanation that `split_off_explanation` finds in it.
 
-    The piece stays whole if the explanation leaves the answer open.
+    The whole piece is returned if the explanation leaves the answer open.
     """
     if len(piece) > LONGEST_LINE:
         return piece
-    answer, explanation = cut_explanation(piece)
-    return piece if is_open(explanation) else answer
+    answer, explanation = split_off_explanation(piece)
+    return piece if allows_second_answer(explanation) else answer
 
 
-def read_label(sentence: str) -> str:
+def text_after_label(sentence: str) -> str:
     """
-    The text after "The answer is", "Antwort:" and the like at the beginning of a sentence.
+    The text after a label such as "The answer is" at the beginning of a sentence.
 
-    "" without such a label.
+    The label may be in one of several languages. The result is "" if there is no label.
     """
-    label = LABEL.match(sentence) if has_label_word(sentence) else None
+    label = LABEL.match(sentence) if has_word_for_answer(sentence) else None
     return sentence[label.end() :] if label else ""
 
 
-def join_labels(text: str) -> str:
+def join_labels_with_next_lines(text: str) -> str:
     """
-    A text in which a label that fills its line, as "### Answer", is joined with the next line.
+    The text with each label that fills a line, such as "### Answer", joined to the next line.
     """
-    if not has_label_word(text):
+    if not has_word_for_answer(text):
         return text
     lines: list[str] = []
     label = ""
@@ -341,7 +346,7 @@ def join_labels(text: str) -> str:
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text. The end of a line ends a sentence."""
+    """The sentences of a text; the end of a line also ends a sentence."""
     sentences = []
     for line in text.split("\n"):
         begin = 0
@@ -352,39 +357,41 @@ def split_sentences(text: str) -> list[str]:
     return [sentence for sentence in sentences if sentence.strip()]
 
 
-def split_lines(text: str) -> list[str]:
-    """The lines of a text that are not empty, without Markdown fences."""
+def nonempty_lines(text: str) -> list[str]:
+    """The lines of a text, without empty lines and the backtick lines around code blocks."""
     return [line for line in text.split("\n") if line.strip(" `")]
 
 
 # ---- marks
 
 
-class Mark(NamedTuple):
-    """A marked answer, and its place in the text."""
+class MarkedAnswer(NamedTuple):
+    """A marked answer in a text, and the indices at which it begins and ends."""
 
     text: str
     begin: int
     end: int
 
 
-def find_boxes(text: str) -> list[Mark]:
+def find_boxes(text: str) -> list[MarkedAnswer]:
     """
-    Each outermost \\boxed{...} that is closed and not empty.
+    The content of each outermost \\boxed{...} that is closed and not empty.
 
-    They are found in one pass over the braces.
+    The boxes are found in one pass over the braces of the text.
     """
-    boxes: list[Mark] = []
+    boxes: list[MarkedAnswer] = []
     if "\\boxed" not in text and "\\fbox" not in text:
         return boxes
     depth = 0
-    box: tuple[int, int, int] | None = None  # the open box: depth, begin, begin of its content
+    box: tuple[int, int, int] | None = (
+        None  # the depth and start of the open box, and the start of its content
+    )
     for match in re.finditer(r"\\(?:boxed|fbox)\s?\{|\\[{}]|[{}]", text):
         if match[0] == "}":
             depth -= 1
             if box and depth == box[0]:
                 content = text[box[2] : match.start()].strip()
-                boxes.append(Mark(content, box[1], match.end()))
+                boxes.append(MarkedAnswer(content, box[1], match.end()))
                 box = None
         elif match[0].endswith("{") and match[0] != "\\{":
             if match[0] != "{" and not box:
@@ -393,33 +400,37 @@ def find_boxes(text: str) -> list[Mark]:
     return [mark for mark in boxes if mark.text]
 
 
-def find_hashed_lines(text: str) -> list[Mark]:
+def find_hashed_lines(text: str) -> list[MarkedAnswer]:
     """
-    Each line "#### 42".
+    The answers in lines such as "#### 42".
 
-    A line such as "#### Plan" or "#### 1. Add" is a heading, unless it is the last line.
+    A line such as "#### Plan" is a heading and no answer, unless it is the last line of the text.
     """
-    lines: list[Mark] = []
+    lines: list[MarkedAnswer] = []
     if "####" not in text:
         return lines
     for match in re.finditer(r"(?<!#)####(?!#) ?([^\n#]*[^\s#])( *\Z)?", text):
         is_heading = re.match(r"\W*(?:[0-9]+[.):] ?)?[A-Za-z]|.*\\boxed", match[1])
         if match[2] is not None or not is_heading:
-            lines.append(Mark(match[1], match.start(), match.end()))
+            lines.append(MarkedAnswer(match[1], match.start(), match.end()))
     return lines
 
 
-def find_answer_tags(text: str) -> list[Mark]:
-    """Each <answer>...</answer> that is not empty."""
+def find_answer_tags(text: str) -> list[MarkedAnswer]:
+    """The content of each <answer>...</answer> that is not empty."""
     if "</answer>" not in text:
         return []
     tags = re.finditer(r"<answer>([^<]*)</answer>", text)
-    return [Mark(match[1], match.start(), match.end()) for match in tags if match[1].strip()]
+    return [
+        MarkedAnswer(match[1], match.start(), match.end()) for match in tags if match[1].strip()
+    ]
 
 
-def find_answer_line(text: str) -> list[Mark]:
+def find_answer_line(text: str) -> list[MarkedAnswer]:
     """
-    The last line, if it is like "Answer: X". The label may be in another language or in Markdown.
+    The answer in the last line, if that line consists of a label such as "Answer:" and an answer.
+
+    The label may be in one of several languages, and may have Markdown around it.
     """
     text = text.rstrip()
     begin = text.rfind("\n") + 1
@@ -430,36 +441,38 @@ def find_answer_line(text: str) -> list[Mark]:
     value = match["value"]
     if not re.search(r"\w", value) or re.match(r"[\\<]|\$?\\boxed", value):
         return []
-    return [Mark(value, begin, len(text))]
+    return [MarkedAnswer(value, begin, len(text))]
 
 
-def find_answer_sentence(text: str) -> list[Mark]:
+def find_answer_sentence(text: str) -> list[MarkedAnswer]:
     """
-    The last line, if it is a sentence such as "The answer is 42.".
+    The answer in the last line, if that line is a sentence such as "The answer is 42.".
 
-    Such a sentence is no mark, but `read_marks` prefers it to an earlier box.
+    A sentence of this form is no marked answer, but `read_last_mark_and_guesses` prefers it to an
+    earlier box.
     """
     text = text.rstrip()
     begin = text.rfind("\n") + 1
     if len(text) - begin > LONGEST_LINE:
         return []
-    labelled = read_label(text[begin:])
-    answer, _ = cut_explanation(labelled)
+    labelled = text_after_label(text[begin:])
+    answer, _ = split_off_explanation(labelled)
     value = answer.strip(" .!*_`:,;")
     is_pointer = re.match(
         r"(?:in|above|below|shown|given|boxed|as|therefore|thus|here|correct|clear)\b", value, re.I
     )
     if not value or is_pointer or len(split_sentences(labelled)) > 1 or is_question(labelled):
         return []
-    return [Mark(value, begin, len(text))]
+    return [MarkedAnswer(value, begin, len(text))]
 
 
 @functools.lru_cache(maxsize=2**8)
-def find_marks(text: str) -> tuple[Mark, ...]:
+def find_marked_answers(text: str) -> tuple[MarkedAnswer, ...]:
     """
-    All marks in a text, in order.
+    All marked answers in a text, in their order.
 
-    A final answer line that holds another mark is not a mark itself.
+    A last line that begins with "Answer:" does not count if it contains another marked answer, such
+    as a box.
     """
     marks = find_boxes(text) + find_hashed_lines(text) + find_answer_tags(text)
     line = find_answer_line(text)
@@ -475,26 +488,26 @@ def boxed_texts(text: str) -> list[str]:
 
 def marked_texts(text: str) -> list[str]:
     """
-    The content of all marks in a text outside its thoughts.
+    The content of all marked answers in a text outside its thoughts.
 
-    Marks are boxes, lines such as "#### 42", <answer> tags, and a last line such as "Answer: 42".
+    Answers are marked by boxes, by `####`, by <answer> tags, or by "Answer:" in the last line.
     """
-    return [mark.text for mark in find_marks(strip_thoughts(text))]
+    return [mark.text for mark in find_marked_answers(strip_thoughts(text))]
 
 
 @functools.lru_cache(maxsize=2**16)
-def gold_text(answer: str) -> str:
-    """The text with which completions are compared: a right answer's last mark, or all of it."""
-    text = clean_text(strip_thoughts(answer)).strip() or clean_text(answer).strip()
+def last_mark_or_whole_answer(answer: str) -> str:
+    """The last marked answer in a right answer, or the whole right answer if it has no mark."""
+    text = normalize_unicode(strip_thoughts(answer)).strip() or normalize_unicode(answer).strip()
     marks = marked_texts(text)
     return marks[-1] if marks else text
 
 
-def remove_marks(text: str) -> str:
-    """A text without its marks, for when no mark holds an answer of the requested kind."""
+def remove_marked_answers(text: str) -> str:
+    """A text without its marked answers, for use when none of them is of the requested kind."""
     pieces = []
     end = 0
-    for mark in find_marks(text):
+    for mark in find_marked_answers(text):
         if mark.begin >= end:
             pieces.append(text[end : mark.begin])
             end = mark.end
@@ -502,16 +515,18 @@ def remove_marks(text: str) -> str:
     return "".join(pieces)
 
 
-def read_marks(text: str, is_answer: IsAnswer, *, with_sentence: bool = True) -> list[str]:
+def read_last_mark_and_guesses(
+    text: str, is_answer: IsAnswer, *, with_sentence: bool = True
+) -> list[str]:
     """
-    The last mark that is an answer of the requested kind.
+    The last marked answer that is of the requested kind, and its rivals; [] if there is none.
 
-    The result is empty if there is no such mark. If it holds several answers, each must be right.
-    Marks before the last one are working, unless they are other guesses: see `_are_guesses`.
-    with_sentence: a last line such as "The answer is 42." after the marks counts as a mark, unless
-    it only repeats the last mark in more words.
+    Earlier marked answers are usually part of the working. Rival guesses are returned too (see
+    `_are_rival_guesses`), and then each returned answer must be right.
+    with_sentence: whether a last line such as "The answer is 42." also counts as a marked answer,
+    unless it only repeats the last marked answer in more words.
     """
-    marks = [mark for mark in find_marks(text) if is_answer(mark.text)]
+    marks = [mark for mark in find_marked_answers(text) if is_answer(mark.text)]
     if not marks:
         return []
     last = marks.pop()
@@ -520,18 +535,18 @@ def read_marks(text: str, is_answer: IsAnswer, *, with_sentence: bool = True) ->
         marks.append(last)
         last = sentence[0]
     statements = [last.text]
-    while marks and _are_guesses(text, marks[-1], last):
+    while marks and _are_rival_guesses(text, marks[-1], last):
         last = marks.pop()
         statements.append(last.text)
     return statements
 
 
-def _are_guesses(text: str, mark: Mark, next_mark: Mark) -> bool:
+def _are_rival_guesses(text: str, mark: MarkedAnswer, next_mark: MarkedAnswer) -> bool:
     """
-    Whether two marks are guesses.
+    Whether two successive marked answers are only guesses.
 
-    They are guesses if they are in the same line, are joined by "or", are called guesses, or are
-    alone on their lines in the same paragraph.
+    Two marked answers are guesses if they are in the same line, if they are joined by "or", if the
+    text calls both guesses, or if each is alone on its line and both are in the same paragraph.
     """
     between = text[mark.end : next_mark.begin]
     if "\n" not in between:
@@ -540,8 +555,8 @@ def _are_guesses(text: str, mark: Mark, next_mark: Mark) -> bool:
         rf"\W*(?:{OR}|{MAYBE})\W*", between, re.IGNORECASE
     ):
         return True
-    before = _line_before(text, mark)
-    before_next = _line_before(text, next_mark)
+    before = _line_part_before(text, mark)
+    before_next = _line_part_before(text, next_mark)
     if GUESS.search(before[-LONGEST_LINE:]) and GUESS.search(before_next[-LONGEST_LINE:]):
         return True
     after = between[: between.find("\n")]
@@ -549,86 +564,86 @@ def _are_guesses(text: str, mark: Mark, next_mark: Mark) -> bool:
     return stand_alone and not re.search(r"\n\s*\n", between)
 
 
-def _line_before(text: str, mark: Mark) -> str:
-    """The part of a mark's line that is before the mark."""
+def _line_part_before(text: str, mark: MarkedAnswer) -> str:
+    """The text before a marked answer in the same line."""
     return text[text.rfind("\n", 0, mark.begin) + 1 : mark.begin]
 
 
-# ---- the first statement
+# ---- statements after labels
 
 
-class Statement(NamedTuple):
-    """A labelled answer, and the text after it if an answer was taken back."""
+class LabelledStatement(NamedTuple):
+    """The answer after a label, and the rest of the text if that answer was taken back."""
 
-    text: str | None  # None if no sentence has a label
-    rest: str | None = None  # None if nothing was taken back
+    text: str | None  # None if no sentence has a label, or if its answer was taken back
+    rest: str | None = None  # None if no answer was taken back
 
 
-def read_first_statement(
+def read_first_labelled_statement(
     text: str, is_answer: IsAnswer, is_same: Callable[[str, str], bool]
-) -> Statement:
+) -> LabelledStatement:
     """
-    The answer in the first sentence with a label, as in "The answer is 42. (6 bags of 7 pears.)".
+    The answer in the first sentence with a label such as "The answer is".
 
-    The rest of the text explains the answer. If the rest takes the answer back, the text after that
-    counts instead. The statement is "" if the rest leaves the answer open, or labels another answer
-    without a conclusion.
+    The rest of the text explains the answer. If a later sentence takes the answer back, the text
+    from that sentence on counts instead. The statement is "" if the rest leaves the answer open, or
+    if the rest labels a different answer in a sentence that is no conclusion.
     """
-    if not has_label_word(text):
-        return Statement(None)
+    if not has_word_for_answer(text):
+        return LabelledStatement(None)
     stated: str | None = None
     rest: str | None = None
-    sentences = split_sentences(join_labels(text))
+    sentences = split_sentences(join_labels_with_next_lines(text))
     may_be_taken_back = False
     for place, sentence in enumerate(sentences):
         if len(sentence) > LONGEST_LINE:
             continue
         if stated is not None:
-            has_another = has_other(sentence, stated)
-            if (may_be_taken_back and is_taken_back(sentence)) or (
+            has_another = names_other_answer(sentence, stated)
+            if (may_be_taken_back and takes_answer_back(sentence)) or (
                 has_another and opens_correction(sentence)
             ):
                 stated = None
                 rest = "\n".join(sentences[place:])
             elif has_another and is_hedge(sentence):
-                return Statement("")
-        value = _read_labelled(sentence, is_answer)
+                return LabelledStatement("")
+        value = _read_labelled_answer(sentence, is_answer)
         if value is None:
             continue
         if stated is None:
             stated = value
             rest = None
-            may_be_taken_back = may_take_back("\n".join(sentences[place + 1 :]))
+            may_be_taken_back = may_take_answer_back("\n".join(sentences[place + 1 :]))
         elif CONCLUDES.match(sentence):
             stated = value
             rest = None
         elif not is_same(stated, value):
-            return Statement("")
-    return Statement(stated, rest)
+            return LabelledStatement("")
+    return LabelledStatement(stated, rest)
 
 
-def _read_labelled(sentence: str, is_answer: IsAnswer) -> str | None:
+def _read_labelled_answer(sentence: str, is_answer: IsAnswer) -> str | None:
     """
     The answer after a label in a sentence.
 
-    None if there is no label or no answer, or if the sentence leaves the answer open.
+    The result is None if the sentence has no label or no answer, or if it leaves the answer open.
     """
-    labelled = read_label(sentence)
+    labelled = text_after_label(sentence)
     if not labelled or is_question(sentence):
         return None
-    piece, explanation = cut_explanation(labelled)
+    piece, explanation = split_off_explanation(labelled)
     value = piece.strip(" .!*_`:,;")
-    return value if value and is_answer(value) and not is_open(explanation) else None
+    return value if value and is_answer(value) and not allows_second_answer(explanation) else None
 
 
-def is_open(explanation: str) -> bool:
-    """Whether the rest of a sentence allows a second answer, as in "42 (or 43)"."""
+def allows_second_answer(explanation: str) -> bool:
+    """Whether the words after an answer allow a second answer, as in "42 (or 43)"."""
     return bool(re.search(rf"{OR}|{MAYBE}|\b(?:if|might|may|could)\b", explanation, re.IGNORECASE))
 
 
-def has_other(sentence: str, stated: str) -> bool:
+def names_other_answer(sentence: str, stated: str) -> bool:
     """
-    Whether a sentence, by its form, seems to give a number or name other than the stated answer.
+    Whether a sentence seems to contain a number or a name other than the stated answer.
     """
     if re.search("[0-9]", stated):
         return any(
@@ -638,26 +653,26 @@ def has_other(sentence: str, stated: str) -> bool:
     return any(word not in stated and word[:1].isupper() for word in words[1:])
 
 
-def take_first_line(text: str, is_answer: IsAnswer) -> tuple[str, str] | None:
+def split_answer_line_from_explanation(text: str, is_answer: IsAnswer) -> tuple[str, str] | None:
     """
-    A first line that is an answer and stands alone, and the explanation after it; else None.
+    The first line, if it is an answer, and the explanation in the lines after it; else None.
 
-    Each line of the explanation has at least four words, or ends like a sentence or a heading. The
-    explanation does not take the first line back, and does not begin with a second guess.
+    Each line of the explanation must have at least four words, or must end like a sentence or a
+    heading. The explanation must not take the answer back or suggest a second answer.
     """
     first, _, rest = text.strip().partition("\n")
     if not rest.strip() or len(first) > LONGEST_LINE or is_question(first) or not is_answer(first):
         return None
-    for line in split_lines(rest):
+    for line in nonempty_lines(rest):
         is_prose = re.match(r"\s*\S+(?:\s+\S+){3}", line) or re.search(
             r"[.!:][\s*_`]*$", line[-20:]
         )
         if not is_prose:
             return None
-    may_be_taken_back = may_take_back(rest)
+    may_be_taken_back = may_take_answer_back(rest)
     for sentence in split_sentences(rest):
         if (
-            (may_be_taken_back and is_taken_back(sentence))
+            (may_be_taken_back and takes_answer_back(sentence))
             or opens_correction(sentence)
             or is_hedge(sentence)
         ):
@@ -665,11 +680,11 @@ def take_first_line(text: str, is_answer: IsAnswer) -> tuple[str, str] | None:
     return first, rest
 
 
-def take_opening_sentence(text: str, is_answer: IsAnswer) -> str:
+def read_opening_answer_sentence(text: str, is_answer: IsAnswer) -> str:
     """
-    The first sentence of a text, if it is an answer and the rest explains it; else "".
+    The first sentence of a text, if it is an answer and the rest of the text explains it; else "".
 
-    An example is "Canberra. It was built in 1913.".
+    For example, the answer could be "Canberra", and the explanation "It was built in 1913".
     """
     sentences = split_sentences(text[: 2 * LONGEST_LINE])
     explanation = sentences[1:]
@@ -677,7 +692,7 @@ def take_opening_sentence(text: str, is_answer: IsAnswer) -> str:
         return ""
     for part in explanation:
         names_another = re.search(r"\b(?:is|was|be|are) [\"'*]*[^\W\d_a-z]\w+[.!\"'*]*$", part)
-        if names_another or is_taken_back(part) or opens_correction(part) or is_hedge(part):
+        if names_another or takes_answer_back(part) or opens_correction(part) or is_hedge(part):
             return ""
     is_prose = len(explanation[0].split(None, 4)) >= 4
     return sentences[0] if is_prose else ""

@@ -1,21 +1,21 @@
 """
-Answers that are texts: reads the statements in a completion, and compares them with the right text.
+Reads the plain text that a completion states as its answer, and compares it with the right text.
 
-`read_text_answers` tries the rules in docs/data.md, "What a completion states", in order. Each rule
-that applies only to texts is one function here. The rules for every kind of answer are in
-rewards/statements.py.
+`read_text_answers` tries the rules in the section "What a completion states" of docs/data.md in
+order. Each rule that applies only to plain text has a function in this file. The rules that are the
+same for every kind of answer are in rewards/statements.py.
 
-This file does not cover the spelling of texts (rewards/texts.py), choices (rewards/choices.py), or
-numbers and formulas (rewards/math_answers.py).
+This file does not cover differences in spelling (rewards/texts.py), choices (rewards/choices.py),
+or numbers and formulas (rewards/math_answers.py).
 """
 
 import re
 
 from rewards import statements
-from rewards.statements import LONGEST_LINE, cut_explanation, strip_explanation
-from rewards.texts import DENIAL, ends_in_lead, fold_text
+from rewards.statements import LONGEST_LINE, split_off_explanation, strip_explanation
+from rewards.texts import DENIAL, fold_for_comparison, leads_to_answer_in_other_languages
 
-_LEADS = re.compile(  # the words of a sentence before its answer
+_LEADS = re.compile(  # the words before the answer in a sentence
     r"(?:^|\b(?:it|that|this)'s|\b(?:is|are|was|were|be|as|on|at|in|equals|option|choice|answer)\b|"
     r"[:=>])"
     r"[\s*_`\"'(\[$]*(?:the |an? )?$"
@@ -31,20 +31,22 @@ _REPORT = re.compile(
 )
 
 
-# ---- whether a statement is the right text
+# ---- the comparison of texts
 
 
-def is_same_text(gold: str, statement: str) -> bool:
-    """Whether a statement, its last line, or the end of its last sentence is the right text."""
-    folded_gold = fold_text(gold)
-    if _is_short(statement, gold) and folded_gold == fold_text(statement):
+def states_right_text(gold: str, statement: str) -> bool:
+    """Whether a statement, its last line, or the end of its last sentence is the right answer."""
+    folded_gold = fold_for_comparison(gold)
+    if _is_short_enough_to_compare(statement, gold) and folded_gold == fold_for_comparison(
+        statement
+    ):
         return True
     line = _last_line(statement)
-    return folded_gold == fold_text(line) or _ends_with(line, folded_gold)
+    return folded_gold == fold_for_comparison(line) or _sentence_ends_in_answer(line, folded_gold)
 
 
-def _is_short(text: str, gold: str) -> bool:
-    """Whether a text is short enough to be compared whole."""
+def _is_short_enough_to_compare(text: str, gold: str) -> bool:
+    """Whether a whole text is short enough to be compared with the right answer."""
     return len(text) <= LONGEST_LINE + 2 * len(gold)
 
 
@@ -56,14 +58,14 @@ def _last_sentence(text: str) -> str:
     return re.split(r"[.!?] ", text)[-1]
 
 
-def _ends_with(line: str, folded_gold: str) -> bool:
+def _sentence_ends_in_answer(line: str, folded_gold: str) -> bool:
     """
-    Whether the last sentence in a line is like "... is GOLD".
+    Whether the last sentence in a line ends in the right answer after a word such as "is".
 
-    A sentence with a denial means something else. If the gold answer has digits, so does a sentence
-    with a number before it.
+    A sentence that contains a denial does not count. If the right answer contains digits, a
+    sentence with a number before the answer does not count either.
     """
-    folded_line = fold_text(line)
+    folded_line = fold_for_comparison(line)
     if not folded_line.endswith(folded_gold):
         folded_line = folded_line.rstrip(")]")
     if not folded_line.endswith(folded_gold):
@@ -73,7 +75,7 @@ def _ends_with(line: str, folded_gold: str) -> bool:
         return False
     if re.search("[0-9]", folded_gold) and re.search("[0-9]", head):
         return False
-    return bool(_LEADS.search(head)) or ends_in_lead(head)
+    return bool(_LEADS.search(head)) or leads_to_answer_in_other_languages(head)
 
 
 # ---- what a completion states
@@ -81,49 +83,56 @@ def _ends_with(line: str, folded_gold: str) -> bool:
 
 def read_text_answers(gold: str, text: str) -> list[str]:
     """
-    The statements in `text`, if the right answer is the text `gold`. Each of them must be right.
+    The pieces of a completion that state its answer, for a right answer that is plain text.
 
-    `gold` decides which shape a first line must have, and how long a text that is compared whole
+    Each piece that states an answer must be right. The right answer, `gold`, determines what an
+    answer in the first line must look like, and how long a completion that is compared as a whole
     may be.
     """
-    can_cut = not cut_explanation(gold)[1]  # "Paris (Texas)" is not cut
-    marks = statements.read_marks(text, statements.accept_any)
+    can_cut = not split_off_explanation(gold)[1]  # in "Paris (Texas)", the bracket must stay
+    marks = statements.read_last_mark_and_guesses(text, statements.accept_any_text)
     if marks and can_cut:
         return [strip_explanation(mark) for mark in marks]
     if marks:
         return marks
 
-    if not can_cut or (_is_short(text, gold) and _is_equal(text, gold)):
+    if not can_cut or (
+        _is_short_enough_to_compare(text, gold) and _are_equal_when_folded(text, gold)
+    ):
         return [text]
 
-    first = statements.read_first_statement(text, statements.accept_any, _is_equal)
+    first = statements.read_first_labelled_statement(
+        text, statements.accept_any_text, _are_equal_when_folded
+    )
     if first.text is not None:
         return [first.text]
     if first.rest is not None:
         return [first.rest]
 
-    first_line = statements.take_first_line(text, lambda line: _has_shape_of(line, gold))
+    first_line = statements.split_answer_line_from_explanation(
+        text, lambda line: _looks_like_answer(line, gold)
+    )
     if first_line:
         return [first_line[0]]
-    if is_same_text(gold, text):
+    if states_right_text(gold, text):
         return [text]
 
-    sentence = _read_first_sentence(text, gold) or _read_bold_piece(text)
-    return [sentence or _read_explained_last_line(text) or text]
+    sentence = _first_sentence_if_right(text, gold) or _read_only_bold_piece(text)
+    return [sentence or _last_line_without_explanation(text) or text]
 
 
-def _is_equal(first: str, second: str) -> bool:
-    return fold_text(first) == fold_text(second)
+def _are_equal_when_folded(first: str, second: str) -> bool:
+    return fold_for_comparison(first) == fold_for_comparison(second)
 
 
-def _has_shape_of(line: str, gold: str) -> bool:
+def _looks_like_answer(line: str, gold: str) -> bool:
     """
-    Whether a line looks like the right answer, and so counts as an answer.
+    Whether a line looks like the right answer, and therefore counts as an answer.
 
-    Such a line has no more words than `gold`, has digits and a capital if `gold` has them, and is
-    no heading.
+    A line that looks like the right answer is no heading, and has no more words than the right
+    answer. The line contains digits, and begins with a capital, exactly if the right answer does.
     """
-    if _is_equal(line, gold):
+    if _are_equal_when_folded(line, gold):
         return True
     bare_line = line.strip(" *_`.!\"'")
     if not bare_line or bare_line.count(" ") > gold.count(" "):
@@ -137,32 +146,32 @@ def _has_shape_of(line: str, gold: str) -> bool:
     return not is_marked_heading and not _HEADING.fullmatch(bare_line)
 
 
-def _read_first_sentence(text: str, gold: str) -> str:
+def _first_sentence_if_right(text: str, gold: str) -> str:
     """
-    The first sentence of a text, if it is the right answer or states it; else "".
+    The first sentence of a text, if it states the right answer and the rest explains it; else "".
 
-    An example is "Canberra. It was built in 1913.".
+    For example, the first sentence could be "Canberra.", and the rest "It was built in 1913.".
     """
 
-    def is_answer(sentence: str) -> bool:
-        return _is_equal(sentence, gold) or _says(sentence, gold)
+    def states_answer(sentence: str) -> bool:
+        return _are_equal_when_folded(sentence, gold) or _states_gold(sentence, gold)
 
-    return statements.take_opening_sentence(text, is_answer)
+    return statements.read_opening_answer_sentence(text, states_answer)
 
 
-def _says(sentence: str, gold: str) -> bool:
-    """Whether a sentence is like "The capital is GOLD.", and does not report others' words."""
+def _states_gold(sentence: str, gold: str) -> bool:
+    """Whether a sentence such as "The capital is Paris." states the right answer as a fact."""
     if not re.match(r"\W*(?:The|It|It's)\b", sentence) or _REPORT.search(sentence):
         return False
-    return _ends_with(sentence, fold_text(gold))
+    return _sentence_ends_in_answer(sentence, fold_for_comparison(gold))
 
 
-def _read_bold_piece(text: str) -> str:
+def _read_only_bold_piece(text: str) -> str:
     """
-    The only bold piece in a text, if the text states it: "The capital is **Paris**, on the Seine."
+    The only bold piece in a text, if a sentence such as "The capital is **Paris**." states it.
 
-    The result is "" for a denial, a question, a hedge, an answer that is taken back, and a bold
-    piece with several lines on both sides.
+    The result is "" if there is a denial, a question, a second answer or an answer that is taken
+    back around the bold piece, or if there are several lines both before and after the bold piece.
     """
     pieces = list(re.finditer(r"\*\*([^*\n]{1,200})\*\*", text)) if "**" in text else []
     if len(pieces) != 1:
@@ -176,20 +185,26 @@ def _read_bold_piece(text: str) -> str:
         return ""
     if len(rest) > LONGEST_LINE or ("\n" in rest.strip() and "\n" in text[:begin]):
         return ""
-    if statements.is_question(rest or ".") or statements.is_open(rest) or DENIAL.search(rest):
+    if (
+        statements.is_question(rest or ".")
+        or statements.allows_second_answer(rest)
+        or DENIAL.search(rest)
+    ):
         return ""
-    if any(map(statements.is_taken_back, statements.split_sentences(rest))):
+    if any(map(statements.takes_answer_back, statements.split_sentences(rest))):
         return ""
     return piece[1]
 
 
-def _read_explained_last_line(text: str) -> str:
+def _last_line_without_explanation(text: str) -> str:
     """
-    The last line without its explanation; "" unless it is one sentence that explains its answer.
+    The last line of a text, without the explanation of the answer in that line.
+
+    The result is "" unless the line is a single sentence that contains such an explanation.
     """
     line = _last_line(text)
     if len(line) > LONGEST_LINE or len(statements.split_sentences(line)) != 1:
         return ""
-    if statements.is_question(line) or not cut_explanation(line)[1]:
+    if statements.is_question(line) or not split_off_explanation(line)[1]:
         return ""
     return strip_explanation(line)

@@ -1,8 +1,8 @@
 """
-Prepares texts for comparison: gives characters that look or mean the same a single spelling.
+Prepares texts for comparison, so that characters that look or mean the same become the same.
 
-This file does not cover which part of a text is its answer (rewards/statements.py), or the values
-of numbers (rewards/quantities.py).
+This file does not cover which part of a completion is its answer (rewards/statements.py), or the
+values of numbers (rewards/quantities.py).
 """
 
 import functools
@@ -20,7 +20,7 @@ _SAME = {
     "\u3002": ". ",
     "\u2248": "=",
     "\u066b": ".",  # the decimal sign between Arabic digits
-    "\u066c": ",",  # and the sign between their thousands
+    "\u066c": ",",  # the thousands separator between Arabic digits
     "\u2044": "/",
     "\u00d7": "*",
     "\u00b7": "*",
@@ -28,19 +28,19 @@ _SAME = {
 }
 _SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f"
 _QUOTES = "\"'`\u00b4\u201a\u201e\u300c\u300d\u300e\u300f\u300a\u300b\u3008\u3009\u301d\u301e\u301f"
-_FULL_STOPS = "\u0964\u0965\u06d4\u1362"  # of Hindi, Urdu and Amharic
+_FULL_STOPS = "\u0964\u0965\u06d4\u1362"  # the full stops of Hindi, Urdu and Amharic
 _DRESS = " *_$\u00a1\u00bf" + _QUOTES
 
 
-# Words that lead to an answer in other languages, as in "La capital es" (_LEAD), and words before
-# them that deny the answer or add another one (_OTHERWISE).
+# Words that introduce an answer in languages other than English, as in "La capital es" (_LEAD), and
+# words before these that deny the answer or add another answer (_OTHERWISE).
 _COPULAS = "es son ist sind est sont è é sono são jest är er este это це είναι هو هي"
 _ARTICLES = "el la los las le les der die das il lo o os as um uma un una une ein eine"
 _LEAD = re.compile(
     rf"(?:\b(?:{'|'.join(_COPULAS.split())})\b[\s*_`\"'(\[]*(?:(?:{'|'.join(_ARTICLES.split())}) |"
     rf"l')?"
     r"|\w(?<!また)(?<!もしく)(?<!あるい)は"  # the topic particle, but not in a word for "or"
-    r"|(?<![不还還或])是"  # "is", but not in "is not" or in a word for "or"
+    r"|(?<![不还還或])是"  # the Chinese word for "is", unless it is part of "is not" or "or"
     r"|[은는] )[\s\"'(\[「『“«]*$"
 )
 _OTHERWISE = re.compile(
@@ -51,11 +51,11 @@ _OTHERWISE = re.compile(
 _COPULA_BEHIND = re.compile(r"(?:です|でした|입니다)$")
 
 
-class _Characters(dict[int, str | None]):
+class _ReplacementTable(dict[int, str | None]):
     """
-    Maps each character to the character with which it is replaced for the comparison.
+    A table for str.translate that replaces characters as the comparison of texts requires.
 
-    An entry is made when a character first occurs.
+    The entry for a character is made when the character first occurs.
     """
 
     def __missing__(self, code: int) -> str | None:
@@ -68,7 +68,7 @@ def _rewrite_character(character: str) -> str | None:
     if character in _SAME:
         return _SAME[character]
     category = unicodedata.category(character)
-    if category == "Cf":  # zero width, direction, soft hyphen
+    if category == "Cf":  # zero-width characters, direction marks and soft hyphens
         return None
     if category == "Nd":
         return str(unicodedata.decimal(character))
@@ -77,84 +77,86 @@ def _rewrite_character(character: str) -> str | None:
     if category == "Pd":
         return "-"
     decomposition = unicodedata.decomposition(character)
-    if decomposition.startswith(("<super>", "<fraction>")):  # 10² is not 102, and 1½ is not 11/2
+    if decomposition.startswith(
+        ("<super>", "<fraction>")
+    ):  # not replaced, since 10² is not 102, and 1½ is not 11/2
         return character
     if decomposition.startswith("<"):
         return unicodedata.normalize("NFKC", character)
     return character
 
 
-_CHARACTERS = _Characters()
+_CHARACTERS = _ReplacementTable()
 
 
-def clean_text(text: str) -> str:
+def normalize_unicode(text: str) -> str:
     """
-    A text in Unicode form NFKC, with ASCII digits and hyphens, and without format characters.
+    The text in Unicode form NFKC, with ASCII digits and hyphens, and without format characters.
 
-    Superscripts and vulgar fractions stay as they are, since their plain digits would mean other
-    numbers.
+    Superscripts and vulgar fractions are not replaced, since ordinary digits in their place would
+    mean other numbers.
     """
     cleaned = text.translate(_CHARACTERS)
     return cleaned if cleaned.isascii() else unicodedata.normalize("NFC", cleaned)
 
 
-def replace_superscripts(text: str) -> str:
-    """A text with x^2 for x\u00b2, s^{-1} for s\u207b\u00b9."""
+def superscripts_to_carets(text: str) -> str:
+    """The text with superscripts rewritten in LaTeX, as x^2 for x\u00b2."""
     if text.isascii():
         return text
-    return re.sub(f"[{_SUPERSCRIPTS}]+", _write_exponent, text)
+    return re.sub(f"[{_SUPERSCRIPTS}]+", _superscript_to_caret, text)
 
 
-def _write_exponent(match: re.Match[str]) -> str:
+def _superscript_to_caret(match: re.Match[str]) -> str:
     exponent = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
     return f"^{exponent}" if len(exponent) == 1 else f"^{{{exponent}}}"
 
 
 @functools.lru_cache(maxsize=2**8)
-def fold_text(text: str) -> str:
+def fold_for_comparison(text: str) -> str:
     """
-    A text in the form in which texts are compared.
+    The text in a simplified form, in which texts that differ only in irrelevant ways are equal.
 
-    The result is in lower case and in the form that `clean_text` returns. It has no Markdown, no
-    quotes in any script, no full stop, no English article, no `\\text{}`, and no brackets around a
-    single word.
+    The result is in lower case, with its Unicode characters normalized. The result has no Markdown
+    and no quotation marks around it, no full stop at its end, no English article at its beginning,
+    no LaTeX command `\\text{}`, and no brackets around a single word.
     """
     text = re.sub(
-        r"\\(?:text|math)[a-z]*\{([^{}]*)\}", r"\1", replace_superscripts(clean_text(text))
+        r"\\(?:text|math)[a-z]*\{([^{}]*)\}", r"\1", superscripts_to_carets(normalize_unicode(text))
     )
     text = " ".join(text.casefold().split())
-    text = _strip_quotes(text)
+    text = _strip_quotes_and_ends(text)
     text = re.sub(r"^(?:the|an?) ", "", text)
-    text = _strip_quotes(text.lstrip(_DRESS), _DRESS + _FULL_STOPS + ".,;:!")
-    text = _strip_quotes(_COPULA_BEHIND.sub("", text))
+    text = _strip_quotes_and_ends(text.lstrip(_DRESS), _DRESS + _FULL_STOPS + ".,;:!")
+    text = _strip_quotes_and_ends(_COPULA_BEHIND.sub("", text))
     return re.sub(r"^\((\w+)\)$", r"\1", text)
 
 
-def _strip_quotes(text: str, ends: str = _DRESS) -> str:
-    """A text without quotes and Markdown around it, and without any of `ends` at its end."""
+def _strip_quotes_and_ends(text: str, ends: str = _DRESS) -> str:
+    """The text without quotes and Markdown around it, and without `ends` characters at its end."""
     begin = 0
-    while begin < len(text) and _is_quote(text[begin]):
+    while begin < len(text) and _is_quote_or_markdown(text[begin]):
         begin += 1
     end = len(text)
-    while begin < end and (_is_quote(text[end - 1]) or text[end - 1] in ends):
+    while begin < end and (_is_quote_or_markdown(text[end - 1]) or text[end - 1] in ends):
         end -= 1
     return text[begin:end]
 
 
-def _is_quote(character: str) -> bool:
+def _is_quote_or_markdown(character: str) -> bool:
     """
-    Whether a character is a quote or Markdown.
+    Whether a character is a quotation mark or belongs to Markdown.
 
-    Unicode marks opening and closing quotes by their categories.
+    Opening and closing quotation marks have Unicode categories of their own.
     """
     return character in _DRESS or unicodedata.category(character) in ("Pi", "Pf")
 
 
-def ends_in_lead(head: str) -> bool:
+def leads_to_answer_in_other_languages(head: str) -> bool:
     """
-    Whether the beginning of a sentence leads to its answer, as "La capital es" does.
+    Whether the beginning of a sentence introduces an answer, as "La capital es" does.
 
-    This function does not cover English.
+    This function covers several languages, but not English.
     """
     lead = _LEAD.search(head)
     return lead is not None and not _OTHERWISE.search(head[: lead.start()])

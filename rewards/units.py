@@ -1,17 +1,17 @@
 """
-Knows units of measure by their spellings, and reads texts such as "m/s^2" or "square metres per
-hour".
+Recognizes units of measure, and reads texts such as "m/s^2" or "square metres per hour".
 
-Units are compared by name: "m" is "metres", but 1,000 m is not 1 km. This file does not cover
-conversions.
+Units are compared by name, so "m" equals "metres", but 1,000 m does not equal 1 km. This file does
+not cover the conversion of units.
 """
 
 import functools
 import re
 from typing import NamedTuple
 
-# Each line has a unit, its symbols and its other names. Units with a star take the prefixes below.
-# Plurals need no entry. A spelling that is in several lines agrees with each of their units.
+# Each line contains the name of a unit, its symbols and its other names. Units with a star take the
+# prefixes in `_PREFIXES`. Plurals need no entry. A spelling that is in several lines may mean the
+# unit of each of these lines.
 _SPELLINGS = """
 *metre: m, meter
 *gram: g, gramme, gm
@@ -120,7 +120,7 @@ _PREFIXES = {
     "giga": "G",
     "tera": "T",
 }
-_COMPOUNDS = {  # spelled as one word
+_COMPOUNDS = {  # compound units that are spelled as one word
     "mph": "mile/hour",
     "kph": "kilometre/hour",
     "kmh": "kilometre/hour",
@@ -141,14 +141,14 @@ _COMPOUNDS = {  # spelled as one word
 _POWERS = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3, "cu.": 3}
 _POWERS_BEHIND = {"squared": 2, "cubed": 3, "square": 2, "cube": 3}
 
-Units = frozenset[str]  # the names of all units that a spelling may mean
+Units = frozenset[str]  # the names of all units that one spelling may mean
 
 
 class Measure(NamedTuple):
     """
-    The units after a number, and then the words, as in "5 kg of flour".
+    The units after a number, each with its power, and the words after the units.
 
-    The units of m/s^2 are ((metre, 1), (second, -2)).
+    For example, the units in m/s^2 are metre to the power 1 and second to the power -2.
     """
 
     powers: tuple[tuple[Units, int], ...]
@@ -158,7 +158,7 @@ class Measure(NamedTuple):
         return bool(self.powers or self.words)
 
 
-def _make_table() -> dict[str, Units]:
+def _make_unit_table() -> dict[str, Units]:
     table: dict[str, set[str]] = {}
     for line in _SPELLINGS.strip().splitlines():
         name, _, joined_spellings = line.partition(":")
@@ -178,7 +178,7 @@ def _make_table() -> dict[str, Units]:
                 for prefix_spelling in prefix_spellings:
                     table.setdefault(prefix_spelling + spelling, set()).add(prefix + name)
 
-    for spelling in "cd", "min", "ft", "pt":  # these are never a prefix and a unit
+    for spelling in "cd", "min", "ft", "pt":  # these spellings are never a prefix and a unit
         names = table[spelling]
         table[spelling] = {
             name for name in names if not name.startswith(("centi", "milli", "femto"))
@@ -186,18 +186,19 @@ def _make_table() -> dict[str, Units]:
     return {spelling: frozenset(names) for spelling, names in table.items()}
 
 
-_TABLE = _make_table()
+_TABLE = _make_unit_table()
 _FOLDED: dict[str, Units] = {}
 for _spelling, _names in _TABLE.items():
     _FOLDED[_spelling.casefold()] = _FOLDED.get(_spelling.casefold(), frozenset()) | _names
 
 
 @functools.lru_cache(maxsize=2**12)
-def find_unit(word: str) -> Units | None:
+def units_of_spelling(word: str) -> Units | None:
     """
-    The units that a word may mean; None if the word is no unit. A plural means the same units.
+    The names of the units that a word may mean; None if the word is no unit.
 
-    Capitals matter if spellings differ only in them, as mW and MW do.
+    The plural of a word means the same units. The case of letters matters where it distinguishes
+    units, as in mW and MW.
     """
     for table, spelling in ((_TABLE, word), (_FOLDED, word.casefold())):
         singulars = [spelling]
@@ -220,47 +221,54 @@ _TOKEN = re.compile(
 
 def read_measure(text: str, money: str | None = None) -> Measure:
     """
-    The units at the beginning of a text, and then the words.
+    The units at the beginning of the text after a number, and the words after the units.
 
-    "/" and "per" divide by the next unit, or by all units in a bracket. "square" and "cubic" are
-    powers of the unit after them.
-    money: a currency sign before the number.
+    A slash or "per" means division by the next unit, or by all units in the next bracket. The words
+    "square" and "cubic" raise the next unit to a power.
+    money: the currency sign before the number, if any.
     """
-    reader = _MeasureReader(_split(text))
+    reader = _MeasureReader(_split_into_tokens(text))
     if money:
-        reader.multiply(find_unit(money) or frozenset([money]), 1)
-    while reader.skip_sign() or reader.read_unit():
+        reader.multiply_by_unit(units_of_spelling(money) or frozenset([money]), 1)
+    while reader.read_operator() or reader.read_unit():
         pass
     powers = tuple((unit, power) for unit, power in reader.powers.items() if power)
-    words = tuple(_singular(token.casefold()) for token in reader.rest if token[0].isalpha())
+    words = tuple(
+        _singular(token.casefold()) for token in reader.remaining_tokens if token[0].isalpha()
+    )
     return Measure(powers, words)
 
 
 class _MeasureReader:
-    """Reads units token by token, each with its power."""
+    """A reader that goes through tokens and collects the units with their powers."""
 
     def __init__(self, tokens: list[str]):
         self.tokens = tokens
         self.place = 0
         self.powers: dict[Units, int] = {}
-        self.is_divided = False  # whether the next unit divides
-        self.is_in_divisor = False  # whether the next unit is in a bracket that divides
+        self.is_divided = False  # whether the next unit is a divisor
+        self.is_in_divisor = False  # whether the next unit is in a bracket that is a divisor
         self.power = 1  # the power of the next unit
 
     @property
-    def rest(self) -> list[str]:
+    def remaining_tokens(self) -> list[str]:
         return self.tokens[self.place :]
 
-    def multiply(self, unit: Units, power: int) -> None:
+    def multiply_by_unit(self, unit: Units, power: int) -> None:
         self.powers[unit] = self.powers.get(unit, 0) + power
 
-    def skip_sign(self) -> bool:
-        """Steps over a sign that changes or joins the units after it. False if there is no sign."""
-        if not self.rest:
+    def read_operator(self) -> bool:
+        """
+        Reads the next token, if it changes or joins units, such as "/", "per", "*" or "square".
+
+        Returns False, without reading the token, if the token does not change
+        or join units.
+        """
+        if not self.remaining_tokens:
             return False
-        word = self.rest[0].casefold()
-        has_unit_behind = _unit_at(self.tokens, self.place + 1)[0] is not None
-        if self._is_per(word):
+        word = self.remaining_tokens[0].casefold()
+        has_unit_behind = _unit_and_length_at(self.tokens, self.place + 1)[0] is not None
+        if self._is_division_word(word):
             self.is_divided = True
         elif word == "(" and self.is_divided:
             self.is_in_divisor = True
@@ -273,44 +281,46 @@ class _MeasureReader:
         self.place += 1
         return True
 
-    def _is_per(self, word: str) -> bool:
-        if len(self.rest) < 2:
+    def _is_division_word(self, word: str) -> bool:
+        if len(self.remaining_tokens) < 2:
             return False
         if word in ("a", "an"):  # miles an hour
-            return bool(self.powers) and _is_time(self.tokens, self.place + 1)
-        is_per_cent = _unit_at(self.tokens, self.place)[0] is not None
+            return bool(self.powers) and _is_time_unit_at(self.tokens, self.place + 1)
+        is_per_cent = _unit_and_length_at(self.tokens, self.place)[0] is not None
         return word == "/" or (word == "per" and not is_per_cent)
 
     def read_unit(self) -> bool:
         """
-        Reads a unit and its power.
+        Reads the next unit and its power. Returns False if the next token is no unit.
 
-        A word that is no unit ends the measure. After "per", such a word is the last unit.
+        A word after "per" that is no known unit, as in "5 m per lap", counts as the last unit.
         """
-        if not self.rest:
+        if not self.remaining_tokens:
             return False
-        unit, num_tokens = _unit_at(self.tokens, self.place)
+        unit, num_tokens = _unit_and_length_at(self.tokens, self.place)
         if unit is None:
-            if self.is_divided and self.rest[0][0].isalpha():  # 5 m per lap
-                self.multiply(frozenset([_singular(self.rest[0].casefold())]), -1)
+            if self.is_divided and self.remaining_tokens[0][0].isalpha():  # as in 5 m per lap
+                self.multiply_by_unit(
+                    frozenset([_singular(self.remaining_tokens[0].casefold())]), -1
+                )
                 self.place += 1
             return False
         self.place += num_tokens
         exponent, num_tokens = _power_and_length_at(self.tokens, self.place)
         self.place += num_tokens
         sign = -1 if self.is_divided else 1
-        for name, inner_power in _parts_of(unit):
-            self.multiply(name, sign * self.power * exponent * inner_power)
+        for name, inner_power in _units_and_powers_in(unit):
+            self.multiply_by_unit(name, sign * self.power * exponent * inner_power)
         self.power = 1
         self.is_divided = self.is_in_divisor
         return True
 
 
-def _split(text: str) -> list[str]:
+def _split_into_tokens(text: str) -> list[str]:
     """
-    The words and signs at the beginning of a text.
+    The words and signs at the beginning of a text, as a list of tokens.
 
-    They end before the first other character, or before the full stop of a sentence.
+    The list ends before the first other character, or before the full stop of a sentence.
     """
     tokens = []
     place = 0
@@ -318,7 +328,7 @@ def _split(text: str) -> list[str]:
         token = match[1]
         place = match.end()
         if token.endswith("."):
-            is_last = find_unit(token[:-1]) is None and token.casefold() not in _POWERS
+            is_last = units_of_spelling(token[:-1]) is None and token.casefold() not in _POWERS
             tokens.append(token[:-1] if token.casefold() not in _POWERS else token)
             if is_last:
                 break
@@ -327,29 +337,34 @@ def _split(text: str) -> list[str]:
     return tokens
 
 
-def _unit_at(tokens: list[str], place: int) -> tuple[str | Units | None, int]:
-    """The unit at a place, as a compound or as its possible names, and its number of tokens."""
+def _unit_and_length_at(tokens: list[str], place: int) -> tuple[str | Units | None, int]:
+    """
+    The unit that begins at a token, and the number of tokens that spell the unit.
+
+    The unit is the spelling of a compound unit such as "mph", or the names that a spelling may
+    mean. The result is None and 0 if no unit begins at the token.
+    """
     for num in (2, 1):
         if place + num > len(tokens):
             continue
         *first_words, last_word = tokens[place : place + num]
         spelling = " ".join([*map(_singular, first_words), last_word])
-        if num == 1 and spelling.casefold() == "in" and _is_preposition(tokens, place):
+        if num == 1 and spelling.casefold() == "in" and _is_preposition_in(tokens, place):
             return None, 0
         compound = spelling if spelling in _COMPOUNDS else spelling.casefold()
         if compound in _COMPOUNDS:
             return compound, num
-        unit = find_unit(spelling)
+        unit = units_of_spelling(spelling)
         if unit:
             return unit, num
     return None, 0
 
 
-def _is_preposition(tokens: list[str], place: int) -> bool:
+def _is_preposition_in(tokens: list[str], place: int) -> bool:
     """
-    Whether "in" at a place is the preposition before a word, as in "42 in total".
+    Whether the token "in" is a preposition before a word, as in "42 in total".
 
-    Before "per" and "squared", it means inch.
+    Before "per" or "squared", the token "in" means inch.
     """
     following = tokens[place + 1 : place + 2]
     if not following or following[0] in {"per", *_POWERS_BEHIND}:
@@ -357,25 +372,25 @@ def _is_preposition(tokens: list[str], place: int) -> bool:
     return following[0][0].isalpha()
 
 
-def _is_time(tokens: list[str], place: int) -> bool:
-    unit, _ = _unit_at(tokens, place)
+def _is_time_unit_at(tokens: list[str], place: int) -> bool:
+    unit, _ = _unit_and_length_at(tokens, place)
     times = {"second", "minute", "hour", "day", "week", "month", "year"}
     return isinstance(unit, frozenset) and bool(unit & times)
 
 
 def _power_and_length_at(tokens: list[str], place: int) -> tuple[int, int]:
-    """The power after a unit, and its number of tokens."""
+    """The power that begins at a token, and its number of tokens; 1 and 0 if there is no power."""
     if place >= len(tokens):
         return 1, 0
     token = tokens[place]
     if token.startswith("^"):
         return int(token[1:]), 1
-    if token.casefold() in _POWERS_BEHIND and _unit_at(tokens, place + 1)[0] is None:
+    if token.casefold() in _POWERS_BEHIND and _unit_and_length_at(tokens, place + 1)[0] is None:
         return _POWERS_BEHIND[token.casefold()], 1
     return 1, 0
 
 
-def _parts_of(unit: str | Units) -> list[tuple[Units, int]]:
+def _units_and_powers_in(unit: str | Units) -> list[tuple[Units, int]]:
     if not isinstance(unit, str):
         return [(unit, 1)]
     parts = []
@@ -392,10 +407,10 @@ def _singular(word: str) -> str:
 
 def is_same_measure(right: Measure, stated: Measure) -> bool:
     """
-    Whether two measures agree. An empty measure agrees with any other.
+    Whether two measures agree; a measure without units and words agrees with every other measure.
 
-    The stated words must begin with the right answer's words: "3 apples left" states "3 apples",
-    and "3 pears" does not.
+    The stated words must begin with the words of the right answer: if "3 apples" is right, then
+    "3 apples left" is right too, and "3 pears" is wrong.
     """
     if not right or not stated:
         return True

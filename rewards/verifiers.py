@@ -1,40 +1,41 @@
 """
-Verifiers by name: each gives a completion 1 if it states the answer in the column `answer`, else 0.
+Verifiers, which return 1 for a completion that states the answer in the column `answer`, else 0.
 
-A verifier has two parts. The reader finds the statements in a completion. The first rule that finds
-an answer counts, and each statement that this rule finds must be right. The comparison tells
-whether a statement is the right answer. `VERIFIERS` is the table of verifiers.
+A verifier consists of two functions. The reader finds the pieces of a completion that state its
+answer. The first rule that finds an answer applies, and each statement that this rule finds must be
+right. The comparison decides whether a statement is the right answer. The dictionary `VERIFIERS`
+lists the verifiers by name.
 
-Every rule in docs/data.md, "What a completion states", is a function:
+Every rule in the section "What a completion states" of docs/data.md has a function:
 
 | rule | function |
 |---|---|
 | thoughts | statements.strip_thoughts |
 | a last line "Answer: X" | statements.find_answer_line |
-| the last box, `####` or <answer> | statements.read_marks |
-| different marks that are guesses | statements._are_guesses |
+| the last box, `####` or <answer> | statements.read_last_mark_and_guesses |
+| different marks that are guesses | statements._are_rival_guesses |
 | a last line "The answer is X" after a box | statements.find_answer_sentence |
-| the first sentence with a label | statements.read_first_statement, read_label |
-| reasons and denials in its sentence | statements.cut_explanation |
-| a first line that stands alone | statements.take_first_line |
-| a letter that opens the first line, options in a row | choices._opening_option |
-| an answer that is taken back | statements.is_taken_back, opens_correction |
-| a second answer or a hedge | statements.is_hedge, is_open |
-| "is B", "must be B", "Label: B" | choices.read_sentence |
-| a text in the last line or behind "is" | text_answers.is_same_text |
-| a text in the only bold piece | text_answers._read_bold_piece |
-| a number or formula in the last sentence | mathematics.find_formula |
-| JSON alone, in a fence or in prose | json_answers.read_json_statement |
+| the first sentence with a label | statements.read_first_labelled_statement, text_after_label |
+| reasons and denials after an answer in its sentence | statements.split_off_explanation |
+| a first line that stands alone | statements.split_answer_line_from_explanation |
+| a letter that opens the first line, a list of options | choices._read_opening_option |
+| an answer that is taken back | statements.takes_answer_back, opens_correction |
+| a second answer or a hedge | statements.is_hedge, allows_second_answer |
+| "is B", "must be B", "Label: B" | choices.read_choice_in_sentence |
+| a text in the last line or after "is" | text_answers.states_right_text |
+| a text in the only bold piece | text_answers._read_only_bold_piece |
+| a number or formula in the last sentence | mathematics.find_last_formula |
+| JSON alone, in a fence or in prose | json_answers.read_only_json_value |
 | a question or a denial | statements.is_question, texts.DENIAL |
 
 `read_text_answers`, `read_math_answers`, `read_choice_answers` and `find_json_statements` apply the
 rules in order.
 
-Nothing in a completion is evaluated as code, and each step takes time linear in the length of the
-text, since a policy is paid for every loophole that it finds.
+Nothing in a completion is run as code, and each rule takes time linear in the length of the
+completion, since training rewards a model for every loophole that it finds.
 
-This file does not cover number words, or most denials and comparisons: see the end of that section
-in docs/data.md.
+This file does not cover numbers written as words, or most denials and comparisons; docs/data.md
+lists these limits.
 """
 
 import functools
@@ -44,21 +45,21 @@ from typing import Any, NamedTuple
 
 from prompts.examples import shorten_value
 from rewards import choices, json_answers, math_answers, statements, text_answers
-from rewards.math_answers import is_mathematics, is_number
-from rewards.mathematics import Verdict, math_pool
-from rewards.statements import gold_text
-from rewards.texts import clean_text, fold_text
+from rewards.math_answers import is_number, is_number_or_formula
+from rewards.mathematics import Verdict, formula_worker_pool
+from rewards.statements import last_mark_or_whole_answer
+from rewards.texts import fold_for_comparison, normalize_unicode
 
-Answer = str | list[str]  # each text in a list is right
+Answer = str | list[str]  # each member of a list is a right answer
 Verifier = Callable[..., list[float]]
-Reader = Callable[[str, str], list[str]]  # takes a right answer and a text; gives the statements
-Comparison = Callable[[str, str], Verdict]  # compares a right answer with a statement
+Reader = Callable[[str, str], list[str]]  # (right answer, completion) -> statements
+Comparison = Callable[[str, str], Verdict]  # (right answer, statement) -> verdict
 
-# The most words in an answer that is compared as a text. A model can hardly repeat a longer answer
-# to the letter.
+# The largest number of words in an answer that is compared as plain text. A model is unlikely to
+# repeat a longer answer word for word.
 MOST_WORDS = 8
-MOST_CHOICES = 10  # the most distinct answers in a data set of choices
-LEAST_ROWS = 3  # the fewest rows for each of these choices
+MOST_CHOICES = 10  # the largest number of distinct answers in a data set of choices
+LEAST_ROWS = 3  # a data set of choices has at least this many rows per choice
 
 
 # ---- one verifier
@@ -66,9 +67,10 @@ LEAST_ROWS = 3  # the fewest rows for each of these choices
 
 def right_answers(answer: Any) -> list[str]:
     """
-    The right answers in a row's column `answer`.
+    The right answers in the column `answer` of a row, as a list of strings.
 
-    Each text in a list is right. The result is empty if there is no answer.
+    If the column contains a list, each of its members is a right answer. The result is empty if the
+    row has no answer.
     """
     members = answer if isinstance(answer, (list, tuple)) else [answer]
     return [str(member) for member in members if member is not None and str(member).strip()]
@@ -76,10 +78,10 @@ def right_answers(answer: Any) -> list[str]:
 
 def make_verifier(read: Reader, is_right: Comparison) -> Verifier:
     """
-    A verifier that gives a completion 1 if all of its statements are right, else 0.
+    Makes a verifier, which returns 1 for a completion if all of its statements are right, else 0.
 
-    A completion without a statement is wrong. If a row has several right answers, the completion
-    may state any of them.
+    A completion without a statement is wrong. If a row has several right answers, its completion
+    may state any one of these answers.
     """
 
     def compare_text(text: str, gold: str) -> list[Verdict]:
@@ -91,28 +93,28 @@ def make_verifier(read: Reader, is_right: Comparison) -> Verifier:
     def verify(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
         rows = []
         for text, right in zip(completions, answer, strict=True):
-            reply = clean_text(statements.strip_thoughts(text)).strip()
-            golds = dict.fromkeys(map(gold_text, right_answers(right)))
+            reply = normalize_unicode(statements.strip_thoughts(text)).strip()
+            golds = dict.fromkeys(map(last_mark_or_whole_answer, right_answers(right)))
             rows.append([compare_text(reply, gold) for gold in golds])
 
-        right_verdicts = _find_right(rows)
+        right_verdicts = _verdicts_that_mean_right(rows)
         return [float(any(map(right_verdicts.issuperset, row))) for row in rows]
 
     return verify
 
 
-def _find_right(rows: list[list[list[Verdict]]]) -> set[Verdict]:
+def _verdicts_that_mean_right(rows: list[list[list[Verdict]]]) -> set[Verdict]:
     """
-    The verdicts that mean "right": True, and each pair of formulas that the workers find equal.
+    The verdicts that count as right, namely True and each pair of formulas found equal by a worker.
 
-    All pairs are sent to the workers at once.
+    All pairs of formulas are sent to the workers at once.
     """
     distinct: set[Verdict] = set()
     for row in rows:
         distinct.update(*row)
 
     pairs = [verdict for verdict in distinct if isinstance(verdict, tuple)]
-    replies = math_pool().answer_all(pairs) if pairs else []
+    replies = formula_worker_pool().answer_all(pairs) if pairs else []
     right: set[Verdict] = {True}
     for pair, reply in zip(pairs, replies, strict=True):
         if reply.value is True:
@@ -122,26 +124,28 @@ def _find_right(rows: list[list[list[Verdict]]]) -> set[Verdict]:
 
 # ---- the table of verifiers
 
-exact = make_verifier(text_answers.read_text_answers, text_answers.is_same_text)
-math_correct = make_verifier(math_answers.read_math_answers, math_answers.is_same_value)
+exact = make_verifier(text_answers.read_text_answers, text_answers.states_right_text)
+math_correct = make_verifier(math_answers.read_math_answers, math_answers.compare_values)
 number = math_correct
-marked = make_verifier(math_answers.read_marked_answers, math_answers.is_same_mark)
+marked = make_verifier(math_answers.read_marked_answers, math_answers.compare_mark_without_words)
 same_json = make_verifier(json_answers.find_json_statements, json_answers.is_same_json)
 
 
-def choice_of(names: Collection[str]) -> Verifier:
-    """The verifier for answers that are each one of a few names."""
-    known_choices = choices.Choices({gold_text(name) for name in names})
+def make_choice_verifier(names: Collection[str]) -> Verifier:
+    """Makes the verifier for a data set in which each answer is one of the given choices."""
+    known_choices = choices.Choices({last_mark_or_whole_answer(name) for name in names})
 
-    @functools.lru_cache(maxsize=2**10)  # a text is read again for each right answer of its row
-    def read_text(text: str) -> list[str]:
+    @functools.lru_cache(
+        maxsize=2**10
+    )  # cached, since a completion is read once for each right answer of its row
+    def read_stated_choices(text: str) -> list[str]:
         return choices.read_choice_answers(text, known_choices)
 
     def read(_: str, text: str) -> list[str]:
-        return read_text(text)
+        return read_stated_choices(text)
 
     def is_right(gold: str, statement: str) -> bool:
-        return statement == known_choices.key(gold)
+        return statement == known_choices.normalize(gold)
 
     return make_verifier(read, is_right)
 
@@ -149,51 +153,52 @@ def choice_of(names: Collection[str]) -> Verifier:
 _NAME = re.compile(r"[^\W\d_]+(?:[ '/-][^\W\d_]+){0,2}")
 
 
-def is_name(answer: str) -> bool:
-    """Whether an answer is a letter, or at most three words, as a choice is."""
-    return _NAME.fullmatch(gold_text(answer)) is not None
+def looks_like_choice(answer: str) -> bool:
+    """Whether an answer consists of one to three words, as a choice does; a letter is a word."""
+    return _NAME.fullmatch(last_mark_or_whole_answer(answer)) is not None
 
 
-class Kind(NamedTuple):
+class AnswerKind(NamedTuple):
     """A kind of answer and its verifier."""
 
-    fits: Callable[[str], object]  # whether an answer is of this kind
-    make: Callable[[Sequence[str]], Verifier]  # makes the verifier from all answers
+    fits: Callable[[str], object]  # true for an answer of this kind
+    make: Callable[
+        [Sequence[str]], Verifier
+    ]  # makes the verifier from all right answers of a data set
     description: str
 
 
 VERIFIERS = {  # strictest first, the order in which `auto` tries them
-    "json": Kind(
-        fits=json_answers.read_json,
+    "json": AnswerKind(
+        fits=json_answers.read_object_or_list,
         make=lambda _: same_json,
-        description="JSON: keys and values equal, order and spaces free",
+        description="JSON (equal keys and values, in any order)",
     ),
-    "number": Kind(
+    "number": AnswerKind(
         fits=is_number,
         make=lambda _: number,
-        description="numbers: values equal, units where both have one",
+        description="numbers (equal values, and equal units if both have units)",
     ),
-    "choice": Kind(
-        fits=is_name,
-        make=choice_of,
-        description="choices: a sentence is the choice alone, or states it after a label such as "
-        '"The answer is"; the rest explains it',
+    "choice": AnswerKind(
+        fits=looks_like_choice,
+        make=make_choice_verifier,
+        description='choices (stated alone, or after a label such as "The answer is")',
     ),
-    "math": Kind(
-        fits=is_mathematics,
+    "math": AnswerKind(
+        fits=is_number_or_formula,
         make=lambda _: math_correct,
-        description="mathematics: values equal, read by math-verify's grammar",
+        description="mathematics (equal values, read by math-verify's grammar)",
     ),
-    "exact": Kind(
+    "exact": AnswerKind(
         fits=bool,
         make=lambda _: exact,
-        description="texts: equal but for case, spaces, article and full stop",
+        description="texts (ignoring case, spaces, articles and full stops)",
     ),
-    "marked": Kind(
+    "marked": AnswerKind(
         fits=bool,
         make=lambda _: marked,
-        description="the marks \\boxed{}, ####, <answer> or a last line Answer:, "
-        "compared as mathematics",
+        description="mathematics that is marked by \\boxed{}, ####, <answer> "
+        "or a last line with `Answer:`",
     ),
 }
 
@@ -201,55 +206,58 @@ VERIFIERS = {  # strictest first, the order in which `auto` tries them
 # ---- the verifier for a data set
 
 
-def is_compared(answer: Answer) -> bool:
-    """Whether a verifier can compare this answer: it is short enough to repeat, or has a value."""
-    return any(map(_is_comparable, right_answers(answer)))
+def is_comparable_answer(answer: Answer) -> bool:
+    """Whether an answer can be compared, because it is short, or is JSON or mathematics."""
+    return any(map(_is_comparable_text, right_answers(answer)))
 
 
-def _is_comparable(answer: str) -> bool:
-    gold = gold_text(answer)
+def _is_comparable_text(answer: str) -> bool:
+    gold = last_mark_or_whole_answer(answer)
     if not gold:
         return False
     is_short = len(gold.split()) <= MOST_WORDS
-    return is_short or bool(json_answers.read_json(answer)) or is_mathematics(answer)
+    return (
+        is_short or bool(json_answers.read_object_or_list(answer)) or is_number_or_formula(answer)
+    )
 
 
-def choose(name: str, answers: Sequence[Answer]) -> tuple[str, Verifier]:
+def choose_verifier(name: str, answers: Sequence[Answer]) -> tuple[str, Verifier]:
     """
-    The name and the function of a verifier.
+    The name and the function of the verifier for a data set.
 
-    The function gives None for rows whose answer cannot be compared, according to `is_compared`.
+    The function returns None for rows whose answer cannot be compared (see `is_comparable_answer`).
 
     name: a key of `VERIFIERS`, or `auto` for the strictest verifier that fits all answers.
-    answers: one per row. Each member of a list is a right answer.
+    answers: the right answer of each row, or a list of right answers.
 
-    Raises ValueError, which names the answer, if the verifier cannot compare with one of them.
+    Raises ValueError if the verifier does not fit one of the answers; the message quotes that
+    answer.
     """
     golds: list[str] = []
     for answer in answers:
-        golds += filter(_is_comparable, right_answers(answer))
+        golds += filter(_is_comparable_text, right_answers(answer))
 
     if name == "auto":
-        name = _strictest_fitting(golds)
+        name = _strictest_fitting_verifier(golds)
     misfits = [gold for gold in golds if not VERIFIERS[name].fits(gold)]
     if misfits:
         raise ValueError(
-            f"--verifier {name} cannot compare with the answer {shorten_value(misfits[0])}; "
-            "take --verifier auto"
+            f"--verifier {name} does not fit the answer {shorten_value(misfits[0])} in the data; "
+            "use --verifier auto"
         )
     compare = VERIFIERS[name].make(golds)
 
     def verify(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Any]:
         values = compare(completions=completions, answer=answer)
         rows = zip(values, answer, strict=True)
-        return [value if is_compared(right) else None for value, right in rows]
+        return [value if is_comparable_answer(right) else None for value, right in rows]
 
     return name, verify
 
 
-def _strictest_fitting(golds: Sequence[str]) -> str:
-    """The name of the first verifier in the table that fits all answers."""
-    num_distinct = len(set(map(fold_text, golds)))
+def _strictest_fitting_verifier(golds: Sequence[str]) -> str:
+    """The name of the first verifier in `VERIFIERS` that fits all answers."""
+    num_distinct = len(set(map(fold_for_comparison, golds)))
     are_choices = num_distinct <= MOST_CHOICES and len(golds) >= LEAST_ROWS * num_distinct
     for name, kind in VERIFIERS.items():
         if name == "choice" and not are_choices:

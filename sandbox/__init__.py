@@ -1,1 +1,1 @@
-"""Processes that check answers, which may be hostile."""
+"""Worker processes that check answers, which may contain attacks."""

@@ -1,15 +1,16 @@
 """
-A seal for a process that reads hostile text. A sealed process can only compute and use channels
-that are already open.
+A seal for a process that reads hostile text.
 
-There are three walls. Python's audit hook refuses and records every action that reading a text does
-not need. System limits bound memory, files and processes. The kernel refuses system calls: through
-seccomp on Linux, and through the sandbox `pure-computation` on macOS. docs/data.md lists what each
-wall stops on each system.
+A sealed process can do nothing except compute and use channels that were already open.
 
-Python code that runs inside the process could still claim any score for its own text, because a
-process cannot be sealed against itself. Therefore no scorer evaluates an answer as Python; see
-rewards/formulas.py. This file does not cover the processes and their questions
+The seal consists of three walls. An audit hook in Python refuses and records every action that is
+not needed to read a text. Resource limits restrict memory, files and processes. The kernel refuses
+system calls, with seccomp on Linux and with the sandbox profile `pure-computation` on macOS.
+docs/data.md lists which attacks each wall stops on each operating system.
+
+Python code that runs inside a sealed process could still claim any score for its own text, because
+a process cannot be sealed against itself. Therefore no scorer runs an answer as Python code; see
+rewards/formulas.py. This file does not cover the processes and the questions that they answer
 (sandbox/workers.py).
 """
 
@@ -23,20 +24,21 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# bytes of address space on Linux; on macOS bytes of the footprint, which the owner watches
+# The memory limit in bytes, which applies to the address space on Linux. On macOS the owner of the
+# process watches its memory footprint instead.
 MEMORY = 2**30
-# environment variables that a sealed process gets; no API key is among them
+# The environment variables that are passed to a sealed process. None of them contains an API key.
 PASSED_VARIABLES = (
     "PATH LANG LC_ALL LC_CTYPE LD_LIBRARY_PATH DYLD_LIBRARY_PATH PYTHONDONTWRITEBYTECODE "
     "PYTHONPYCACHEPREFIX"
 ).split()
-# The audit events of computer algebra, which parses, copies, makes arrays and reads the signatures
-# of functions.
+# The audit events that computer algebra causes when it parses text, copies objects, makes arrays
+# or reads the signatures of functions.
 HARMLESS = frozenset(
     {"compile", "builtins.id", "array.__new__", "__code__", "__defaults__", "__kwdefaults__"}
 )
 
-# System calls that computing and answering may need: name, number on x86-64, number on arm64
+# The system calls that a sealed process may need, each with its numbers on x86-64 and on arm64.
 _CALLS = """
 read 0 63, write 1 64, close 3 57, fstat 5 80, lseek 8 62, mmap 9 222, mprotect 10 226,
 munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139,
@@ -44,32 +46,38 @@ sched_yield 24 124, mremap 25 216, madvise 28 233, nanosleep 35 101, setitimer 3
 getpid 39 172, exit 60 93, futex 202 98, restart_syscall 219 128, clock_gettime 228 113,
 clock_nanosleep 230 115, exit_group 231 94, getrandom 318 278
 """
-# machine -> its column in `_CALLS`, AUDIT_ARCH, SYS_seccomp
+# machine -> (column in `_CALLS`, value of AUDIT_ARCH, number of the system call seccomp)
 _MACHINES = {"x86_64": (1, 0xC000003E, 317), "aarch64": (2, 0xC00000B7, 277)}
 
 
-def environment(home: str) -> dict[str, str]:
-    """The environment variables of a sealed process. home: its only directory, which is empty."""
+def sealed_environment(home: str) -> dict[str, str]:
+    """
+    The environment variables of a sealed process.
+
+    home: the path of an empty directory, the only one for the files of the process.
+    """
     passed = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     return passed | {"HOME": home, "TMPDIR": home}
 
 
-def seal_process(refused: list[str]) -> str:
+def seal_process(refused_events: list[str]) -> str:
     """
-    Seals this process for good.
+    Seals this process permanently.
 
-    refused: the audit hook adds the first event that it refuses to this list.
-    Returns a text that names what the kernel does not enforce on this system; "" if nothing.
+    refused_events: a list to which the audit hook adds the first event that it refuses.
+    Returns a text that names the part of the seal that this kernel cannot enforce; "" if there is
+    no such part.
     """
-    os.dup2(1, 2)  # stderr becomes stdout, which nobody reads
-    # code that prints does not fail, and nothing appears
+    os.dup2(1, 2)  # joins stderr to stdout, which nobody reads
+
+    # with None, printing neither fails nor prints anything
     sys.stdout = None
     sys.stderr = None
     missing = ""
     if sys.platform == "darwin":
-        missing = _apply_sandbox()
+        missing = _apply_macos_sandbox()
 
-    # NOFILE: open files stay open, and no further file can be opened
+    # a limit of 0 on NOFILE keeps open files open, and prevents opening any other file
     limits = {"CORE": 0, "FSIZE": 0, "NOFILE": 0, "NPROC": 0}
     if sys.platform == "linux":
         limits["AS"] = MEMORY
@@ -77,43 +85,43 @@ def seal_process(refused: list[str]) -> str:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     if sys.platform == "linux":
         missing = _apply_seccomp()
-    sys.addaudithook(_make_hook(refused))
+    sys.addaudithook(_make_audit_hook(refused_events))
     return missing
 
 
-def _make_hook(refused: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
+def _make_audit_hook(refused_events: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
     """
-    Makes the audit hook.
+    Makes the audit hook, which raises an error for every event that is not harmless.
 
-    The hook uses no global name, because hostile code could assign another object to that name.
+    The hook uses no global names, because hostile code could assign other objects to them.
     """
     harmless = HARMLESS
     refusal = RuntimeError
 
-    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    def refuse_unless_harmless(event: str, arguments: tuple[Any, ...]) -> None:
         action = arguments[1] if event == "object.__getattr__" else event
         if action not in harmless:
-            if not refused:
-                refused.append(event)
+            if not refused_events:
+                refused_events.append(event)
             raise refusal(f"{event} is refused here")
 
-    return refuse
+    return refuse_unless_harmless
 
 
 def _apply_seccomp() -> str:
     """
-    Makes Linux refuse all system calls except `_CALLS` with EPERM, in all threads, for good.
+    Makes Linux refuse all system calls except those in `_CALLS`, permanently and in all threads.
 
-    Returns the reason if that fails, else "".
+    A refused call fails with EPERM. Returns the reason if the filter cannot be set, else "".
     """
     if platform.machine() not in _MACHINES:
-        return f"no table of system calls for {platform.machine()}"
+        return f"there is no table of system calls for {platform.machine()}"
     column, architecture, seccomp = _MACHINES[platform.machine()]
     numbers = [int(call.split()[column]) for call in _CALLS.split(",")]
 
     # BPF instructions: (code, jump if true, jump if false, operand)
-    load = 0x20  # loads a word of the system call's record
-    equal = 0x15  # compares, and jumps in either case
+    load = 0x20  # loads a word of the record that describes the system call
+    equal = 0x15  # compares with the operand, and jumps accordingly
     give = 0x06  # returns the verdict
     kill = 0x80000000
     refuse = 0x00050000 | errno.EPERM
@@ -127,23 +135,24 @@ def _apply_seccomp() -> str:
 
     libc = ctypes.CDLL(None, use_errno=True)
     word = ctypes.c_ulong
-    # PR_SET_NO_NEW_PRIVS, without which only root may set a filter
+    # option 38 is PR_SET_NO_NEW_PRIVS, without which only root may set a filter
     libc.prctl(38, word(1), word(0), word(0), word(0))
     filter_record = struct.pack("HP", len(code), ctypes.addressof(program))
-    # SECCOMP_SET_MODE_FILTER, in all threads
+    # operation 1 is SECCOMP_SET_MODE_FILTER, and flag 1 applies the filter to all threads
     failed = libc.syscall(word(seccomp), word(1), word(1), filter_record)
     return f"seccomp: {os.strerror(ctypes.get_errno())}" if failed else ""
 
 
-def _apply_sandbox() -> str:
+def _apply_macos_sandbox() -> str:
     """
-    Turns on macOS's own sandbox, which forbids files, connections, processes and services.
+    Turns on the sandbox of macOS, which forbids files, connections, processes and services.
 
-    Apple has called this function deprecated since 2011. Returns the reason if it fails, else "".
+    Apple has called the function `sandbox_init` deprecated since 2011. Returns the reason if the
+    function fails, else "".
     """
     system = ctypes.CDLL("/usr/lib/libSystem.B.dylib")
     if not hasattr(system, "sandbox_init"):
-        return "this macOS has no sandbox_init"
+        return "this version of macOS has no function sandbox_init"
     profile = ctypes.c_char.in_dll(system, "kSBXProfilePureComputation")
     message = ctypes.c_char_p()
     is_named = ctypes.c_uint64(1)

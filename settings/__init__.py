@@ -1,1 +1,1 @@
-"""Where the settings of a run come from, and which of them it takes."""
+"""Reads the settings of a run from flags, the environment and recipes, and checks the settings."""

@@ -1,7 +1,7 @@
 """
-Checks that settings fit together: that the run can use each of them, and that none contradict.
+Checks the settings of a run: the run must be able to use each setting, and no two may conflict.
 
-This file does not cover the settings themselves and their ranges (config.py).
+The settings and their ranges are declared in config.py.
 """
 
 import os
@@ -11,42 +11,46 @@ from typing import Any
 
 from config import SETTINGS, TARGETS, Config, is_user_function
 from flags import flag_of, parse_setting
+from text.commands import command_prefix
 
-MOST_ROWS = 2**16  # completions per step; on a laptop these take hours to sample
-LEAST_TARGET_KL = 1e-3  # nats per token; a smaller KL is only rounding error
-PARTS = {  # for each of our projections, the checkpoint's projections that it joins
+MOST_ROWS = 2**16  # completions per step; a laptop needs hours to sample this many
+LEAST_TARGET_KL = 1e-3  # nats per token; a smaller KL divergence is only rounding error
+
+# Gwen fuses some projections of a checkpoint into one. The parts of each fused projection:
+PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-USED = {  # for each loss, the `used_by` values of the settings that it uses
+# A run with one of these losses uses only the settings with one of these values of `used_by`.
+USED = {
     "sft": (None,),
     "distill": (None, "rollouts", "distill"),
 }
 USED_BY_OTHERS = (None, "rollouts", "grpo")
 RUN_KINDS = {
-    "rollouts": "what samples",
-    "grpo": "losses with advantages",
+    "rollouts": "runs that sample completions",
+    "grpo": "losses that use advantages",
     "distill": "--loss-type distill",
 }
 
 
 def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
     """
-    Return the settings as a Config.
+    Convert settings to their types, check them, and return them as a Config.
 
-    flags: the names of the settings that were given as flags. `eval_data`, which flags and recipes
-        may set, is the held-out side of `data`.
+    settings: values by name. `eval_data` is also allowed, for the held-out prompts of `data`.
+    flags: the names of the settings that were given as flags.
 
     Raises ValueError if a setting has the wrong type or is out of range, or if two settings
     contradict each other.
     """
     if "eval_data" in settings:
-        settings = join_data_sides(**settings)
+        settings = join_train_and_eval_data(**settings)
     settings = dict(settings)
 
     layers = settings.get("checkpoint_layers")
-    if type(layers) is int:  # as YAML reads it
+    if type(layers) is int:  # YAML reads a number as an int
         settings["checkpoint_layers"] = str(layers)
 
     targets = settings.get("lora_targets")
@@ -62,7 +66,7 @@ def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Con
 
     parsed = {key: parse_setting(SETTINGS[key], value) for key, value in settings.items()}
     config = Config.from_flags(**parsed)
-    refuse_unused(config, flags)
+    refuse_unused_settings(config, flags)
     for mistake in find_mistakes(config):
         raise ValueError(mistake)
     return config
@@ -70,9 +74,13 @@ def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Con
 
 def name_reward_weights(rewards: list[Any], weights: list[Any]) -> Any:
     """
-    Return TRL's weights by name. TRL lists them in the order of the rewards, FILE.py:function.
+    Return a dictionary from the name of each reward function to its weight, for lists from TRL.
 
-    Returns the weights unchanged if they are not numbers, or if names and weights do not match.
+    rewards: the reward functions, each as FILE.py:function.
+    weights: the weights in the same order.
+
+    Returns `weights` unchanged if a weight is not a number, if two functions have the same name, or
+    if the lists differ in length.
     """
     names = [str(reward).rpartition(":")[2] for reward in rewards]
     are_numbers = all(type(weight) in (int, float) for weight in weights)
@@ -82,11 +90,15 @@ def name_reward_weights(rewards: list[Any], weights: list[Any]) -> Any:
     return weights
 
 
-def join_data_sides(eval_data: Any, data: Any = None, **settings: Any) -> dict[str, Any]:
-    """Return settings in which `data` names both sides of the data, "TRAIN,HELD_OUT"."""
+def join_train_and_eval_data(eval_data: Any, data: Any = None, **settings: Any) -> dict[str, Any]:
+    """
+    Return the settings without `eval_data`, but with the value "DATA,EVAL_DATA" for `data`.
+
+    Raises ValueError if `data` is not set.
+    """
     if not data:
         raise ValueError(
-            f"--eval-data {eval_data} goes with --data FILE, which is trained on; give both"
+            f"--eval-data {eval_data} needs --data FILE with the prompts to train on; give both"
         )
     train = str(data)
     if not os.path.exists(train):
@@ -96,12 +108,13 @@ def join_data_sides(eval_data: Any, data: Any = None, **settings: Any) -> dict[s
 
 def resolve_lora_targets(names: list[Any]) -> list[Any]:
     """
-    Return the projections that get adapters, in the order of TARGETS.
+    Return the names of the projections that get adapters, in the order of TARGETS.
 
-    names: our projections, a checkpoint's projections, or `all-linear`. Unknown names are kept.
+    names: the projections in TARGETS, the projections of a checkpoint (PARTS), or `all-linear`.
+        Unknown names are returned unchanged.
 
-    Raises ValueError if only some parts of a projection are named, because one adapter serves all
-    of its parts.
+    Raises ValueError if the names include only some parts of a fused projection, because a fused
+    projection has a single adapter.
     """
     if names == ["all-linear"]:
         return list(TARGETS)
@@ -115,8 +128,8 @@ def resolve_lora_targets(names: list[Any]) -> list[Any]:
             all_parts = ", ".join(parts)
             missing_parts = " and ".join(missing)
             raise ValueError(
-                f"--lora-targets {named[0]}: one adapter serves {all_parts} together, in "
-                f"{projection}; name {missing_parts} too, or {projection}"
+                f"--lora-targets names {named[0]} but not {missing_parts}, and {all_parts} share "
+                f"one adapter; add {missing_parts}, or name {projection} instead"
             )
         targets = [name for name in targets if name not in parts]
         if projection not in names:
@@ -125,12 +138,12 @@ def resolve_lora_targets(names: list[Any]) -> list[Any]:
     return sorted(targets, key=TARGETS.index) if are_known else targets
 
 
-def refuse_unused(config: Config, flags: Collection[str]) -> None:
+def refuse_unused_settings(config: Config, flags: Collection[str]) -> None:
     """
-    Raise ValueError that names the settings that were set although this run cannot use them.
+    Raise ValueError if a setting that this run cannot use has been set.
 
-    A default value counts as not set, because a run's `config.yaml` holds all defaults. For
-    --loss-type sft, a default value that was given as a flag counts as set.
+    A setting with its default value does not count as set, because the `config.yaml` of a run
+    contains all defaults. With --loss-type sft, it counts as set if it was given as a flag.
     """
     loss = config.objective.loss_type
     used = USED.get(loss, USED_BY_OTHERS)
@@ -145,15 +158,16 @@ def refuse_unused(config: Config, flags: Collection[str]) -> None:
             complaints.append(f"{flag_of(key)} {values[key]!s:.60} is for {kind}")
     if complaints:
         all_complaints = ", ".join(complaints)
-        raise ValueError(f"{all_complaints}; --loss-type {loss} cannot use that, leave it out")
+        these = "this setting" if len(complaints) == 1 else "these settings"
+        raise ValueError(f"{all_complaints}; --loss-type {loss} cannot use {these}: leave it out")
 
 
 def find_mistakes(config: Config) -> Iterator[str]:
-    """Yield a description of each contradiction between settings that are valid on their own."""
+    """Yield an error message for each contradiction between settings."""
     yield from _find_judge_mistakes(config)
     yield from _find_sampling_mistakes(config)
     yield from _find_optimizer_mistakes(config)
-    yield from _find_source_mistakes(config)
+    yield from _find_sft_and_teacher_mistakes(config)
     yield from _find_objective_mistakes(config)
     yield from _find_model_mistakes(config)
 
@@ -161,14 +175,19 @@ def find_mistakes(config: Config) -> Iterator[str]:
 def _find_judge_mistakes(config: Config) -> Iterator[str]:
     judge = config.judge
     if re.match("[a-z]+://[^/]*@", judge.url, re.IGNORECASE):
-        yield "--judge-url holds a password, which logs would show; put the key into JUDGE_API_KEY"
+        yield (
+            "--judge-url contains a password, which would appear in logs; set the environment "
+            "variable JUDGE_API_KEY to the key instead"
+        )
     if judge.think and judge.mode != "decode":
         yield (
-            f"--judge-think {judge.think} needs --judge-mode decode: "
-            "logits are read before any thought"
+            f"--judge-think {judge.think} needs --judge-mode decode, because with "
+            f"--judge-mode {judge.mode} the judge does not think"
         )
     if judge.url and not judge.model:
-        yield f"--judge-url {judge.url} serves models by name; name one with --judge-model"
+        yield (
+            f"--judge-url {judge.url} needs --judge-model with the name of the model on that server"
+        )
 
 
 def _find_sampling_mistakes(config: Config) -> Iterator[str]:
@@ -176,97 +195,115 @@ def _find_sampling_mistakes(config: Config) -> Iterator[str]:
     num_rows = sampling.batch * sampling.groups
     if num_rows > MOST_ROWS:
         yield (
-            f"--batch {sampling.batch} times --groups {sampling.groups} is {num_rows}; "
-            f"it must be at most {MOST_ROWS}"
+            f"--batch {sampling.batch} times --groups {sampling.groups} is {num_rows} completions "
+            f"per step; at most {MOST_ROWS} are allowed"
         )
     mini_batches = config.optimizer.mini_batches
     if sampling.batch % mini_batches:
         yield (
-            f"--mini-batches {mini_batches} must divide --batch {sampling.batch}: "
-            "groups are not split"
+            f"--mini-batches {mini_batches} must divide --batch {sampling.batch}, because each "
+            "mini-batch gets the same number of prompts"
         )
     if "" in sampling.stop:
-        yield "--stop has an empty text, which every completion holds; remove it"
+        yield "--stop has an empty text, which would end every completion at once; remove that text"
     if sampling.temp == 0:
-        yield "--temp is 0; training needs completions that differ, so it must be more than 0"
+        yield (
+            "--temp is 0, which makes all completions of a prompt equal; "
+            "training needs a --temp above 0"
+        )
 
 
 def _find_optimizer_mistakes(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     if optimizer.kind == "sgd" and config.model.lora_rank:
         yield (
-            "--optimizer sgd hardly moves adapters, which begin at 0; "
-            "it is for all weights: --lora-rank 0"
+            "--optimizer sgd hardly changes adapters, because they start at 0; "
+            "add --lora-rank 0 to train all weights"
         )
     if optimizer.kind == "sgd" and not optimizer.target_kl:
-        yield "--optimizer sgd needs a --target-kl above 0, which finds its learning rate"
+        yield (
+            "--optimizer sgd needs a --target-kl above 0, "
+            "because --target-kl determines the size of each step"
+        )
     if 0 < optimizer.target_kl < LEAST_TARGET_KL:
         yield (
-            f"--target-kl is {optimizer.target_kl:g}; below 0.001 it is rounding; "
-            "give more, or 0 for no bound"
+            f"--target-kl is {optimizer.target_kl:g}, but a KL divergence below 0.001 is only "
+            "rounding error; use at least 0.001, or 0 for no maximum"
         )
     layers = optimizer.checkpoint_layers
     if layers not in ("auto", "on", "off") and not layers.isdecimal():
         yield f"--checkpoint-layers is {layers!r}; it must be auto, on, off or a number"
 
 
-def _find_source_mistakes(config: Config) -> Iterator[str]:
-    """Mistakes about the source that a run learns from: replies, a teacher or an adapter."""
+def _find_sft_and_teacher_mistakes(config: Config) -> Iterator[str]:
     objective = config.objective
     sampling = config.sampling
     if objective.loss_type == "sft" and not config.data.path:
-        yield "--loss-type sft needs --data FILE, with columns messages, or prompt and completion"
+        yield (
+            "--loss-type sft needs --data FILE, with a column `messages`, "
+            "or the columns `prompt` and `completion`"
+        )
     if objective.loss_type == "distill":
         if not objective.teacher:
-            yield "--loss-type distill learns from a teacher; name one with --teacher"
+            yield "--loss-type distill needs a teacher model; name a model with --teacher"
         if objective.truncated == "punish":
             yield (
-                "--truncated punish is a reward, and --loss-type distill learns from none; "
-                "set keep or mask"
+                "--truncated punish lowers rewards, but --loss-type distill uses no rewards; "
+                "set --truncated keep or --truncated mask"
             )
         if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
             yield (
-                "--top-p, --top-k and --min-p: --teacher scores the whole vocabulary; "
-                "leave them out"
+                "--top-p, --top-k and --min-p restrict the vocabulary, but --teacher scores the "
+                "whole vocabulary; leave them out"
             )
     if objective.teacher == "self" and not objective.teacher_prompt:
-        yield "--teacher self knows no more than the student; give it a --teacher-prompt"
-    adapter = config.model.init_adapter
-    if adapter and not config.model.lora_rank:
         yield (
-            f"--init-adapter {adapter}: --lora-rank 0 trains no adapter; merge it into a model "
-            "first: uv run export.py --fuse --adapter DIR --out MODEL"
+            "--teacher self knows no more than the trained model; "
+            "give the teacher more information with --teacher-prompt FILE"
         )
 
 
 def _find_objective_mistakes(config: Config) -> Iterator[str]:
     objective = config.objective
     if config.sampling.groups == 1 and not objective.teacher:
-        yield "--groups is 1; it must be at least 2, since rewards are compared within a group"
+        yield (
+            "--groups is 1, but training compares the completions of a group; use at least 2 "
+            "completions per prompt"
+        )
     if is_user_function(objective.advantage) and objective.scale_rewards != "group":
         yield (
-            f"--scale-rewards {objective.scale_rewards} is for our advantages; "
-            "--advantage is yours, leave it out"
+            f"--scale-rewards {objective.scale_rewards} is for built-in advantages, but "
+            f"--advantage {objective.advantage} is your own function; leave --scale-rewards out"
         )
     if objective.advantage == "reinforce" and objective.scale_rewards in ("group", "mean"):
         yield (
-            "--advantage reinforce compares with the whole step; set --scale-rewards batch or none"
+            "--advantage reinforce compares a completion with the whole step, not with its "
+            f"group, so --scale-rewards {objective.scale_rewards} is not possible; set "
+            "--scale-rewards batch or --scale-rewards none"
         )
     is_by_group = objective.advantage == "group" and objective.scale_rewards == "group"
     if objective.combine_rewards == "normalize" and not is_by_group:
         yield (
-            "--combine-rewards normalize normalizes within groups; "
-            "leave --advantage and --scale-rewards at group"
+            "--combine-rewards normalize normalizes rewards within each group; "
+            "use it only with --advantage group and --scale-rewards group"
         )
     upper = objective.epsilon if objective.epsilon_high is None else objective.epsilon_high
     if objective.loss_type == "cispo" and upper < 1:
         yield (
-            f"--epsilon-high is {upper}; with --loss-type cispo it caps the ratio itself: "
-            "at least 1, usually 5"
+            f"--epsilon-high is {upper}, but with --loss-type cispo it is the upper limit of the "
+            "importance ratio; set --epsilon-high to at least 1, usually 5"
         )
 
 
 def _find_model_mistakes(config: Config) -> Iterator[str]:
+    adapter = config.model.init_adapter
+    if adapter and not config.model.lora_rank:
+        export = command_prefix("export.py --fuse")
+        yield (
+            f"--init-adapter {adapter} cannot be combined with --lora-rank 0, which trains no "
+            f"adapter; merge the adapter into a model first: {export} --adapter DIR "
+            "--out MODEL"
+        )
     if config.model.lora_rank and not config.model.lora_targets:
         targets = ", ".join(TARGETS)
-        yield f"--lora-targets is empty; name some of {targets}, or set --lora-rank 0"
+        yield f"--lora-targets is empty; name one or more of {targets}, or set --lora-rank 0"

@@ -1,8 +1,9 @@
 """
-Converts a TRL YAML file (for `trl grpo` or `trl sft`) or a script with GRPOTrainer or SFTTrainer.
+Converts a TRL YAML file, or a script with a TRL trainer, to a recipe for Gwen.
 
-data/trl.yaml maps each TRL name to ours. The script is parsed but never run. This file does not
-cover single unknown flags (text/foreign_names.py).
+The YAML file is one for `trl grpo` or `trl sft`; the script uses GRPOTrainer or SFTTrainer. Scripts
+are parsed but never run. data/trl.yaml maps TRL names to Gwen's settings. text/foreign_names.py
+advises a user who gives a single TRL flag.
 """
 
 import ast
@@ -12,17 +13,17 @@ import shlex
 from collections import ChainMap, Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from config import SETTINGS
 from settings.checks import check_settings
-from settings.sources import command_line, warn_of_low_rate
+from settings.sources import command_with_extras, low_learning_rate_warning
 from text.documents import load_yaml, read_text
 from text.foreign_names import load_foreign_names
 
-# The calls whose arguments are settings, with the names of their positional arguments.
+# Calls in a TRL script whose arguments are settings, with the names of the positional arguments.
 CALLS = {
     "LoraConfig": (),
     "get_peft_model": ("model", "peft_config"),
@@ -40,25 +41,33 @@ DATA_CALLS = {
     "from_csv": ("data_files",),
     "from_parquet": ("data_files",),
 }
-DATA_CHANGES = ("map", "filter", "train_test_split")  # methods of a data set
+DATA_CHANGES = ("map", "filter", "train_test_split")  # methods that change a data set
 SFT_LOSSES = "nll", "dft", "chunked_nll"
-# A recipe with one of these names is complete: if it used adapters, it would name them.
+# A TRL recipe with one of these names is complete: it trains adapters only if it mentions adapters.
 COMPLETE = {"model_name_or_path", "reward_funcs", "train_dataset"}
-UNKNOWN = ("missing", "neither TRL nor Gwen knows it")
+UNKNOWN = ("missing", "neither TRL nor Gwen has a setting of this name")
 
 
-class Computed(str):
-    """The source text of a value that is known only by running the script."""
+class UnevaluatedExpression(str):
+    """The source code of an expression whose value would be known only if the script were run."""
 
 
-def convert_recipe(path: str) -> str:
+class Equivalent(NamedTuple):
+    """The setting of Gwen that corresponds to a TRL name."""
+
+    key: str  # the name of the setting; "" if there is no such setting
+    fixed_value: str  # the value of the setting; "" if it is the value of the TRL name
+    is_sufficient: bool  # whether the key and the value express everything, without the advice
+
+
+def convert_trl_file(path: str) -> str:
     """
-    Return our YAML for a TRL file, with comments on settings that have no equivalent.
+    Return a recipe as YAML for a TRL file, with comments on settings that have no equivalent.
 
-    Raises ValueError if the file cannot be read or holds no TRL settings.
+    Raises ValueError if the file cannot be read or contains no TRL settings.
     """
-    recipe = _read_settings(path)
-    derived = derive_settings(recipe, path)
+    recipe = _read_trl_settings(path)
+    derived = derive_combined_settings(recipe, path)
     table = ChainMap(*load_foreign_names().values())
     settings = dict(derived)
     comments: list[str] = []
@@ -67,11 +76,13 @@ def convert_recipe(path: str) -> str:
 
     for name, value in recipe.items():
         kind, advice = table.get(f"{name} {value}".lower()) or table.get(str(name), UNKNOWN)
-        key, word, is_only_setting = find_equivalent(str(name), kind, advice)
+        key, fixed_value, is_sufficient = find_equivalent(str(name), kind, advice)
         is_derived = key in derived
         if name == "reward_funcs":
             value = [
-                reward for reward in list_reward_names(recipe) if not find_reward_spec(path, reward)
+                reward
+                for reward in list_reward_names(recipe)
+                if not find_reward_function(path, reward)
             ]
             is_derived = is_derived and not value
         if is_derived:
@@ -82,13 +93,13 @@ def convert_recipe(path: str) -> str:
         if key == "run_dir" and type(value) is str:
             run_names[name] = Path(value).name
             continue
-        if key in SETTINGS and is_only_setting:
-            if isinstance(value, Computed):
+        if key in SETTINGS and is_sufficient:
+            if isinstance(value, UnevaluatedExpression):
                 kind = "computed"
-                advice = f"write its value as `{key}: VALUE`"
+                advice = f"add a line `{key}: VALUE` with the value of this expression"
             else:
                 try:
-                    checked = check_settings({key: word or value}).to_flags()
+                    checked = check_settings({key: fixed_value or value}).to_flags()
                     settings.setdefault(key, checked[key])
                     continue
                 except ValueError as error:
@@ -100,24 +111,24 @@ def convert_recipe(path: str) -> str:
     comments += _explain_differences(recipe, settings, path)
     if not_needed:
         names = ", ".join(not_needed)
-        comments.append(f"# not needed here: {names}")
+        comments.append(f"# Gwen does not need these TRL settings: {names}")
     run_name = run_names.get("run_name") or run_names.get("output_dir")
     if run_name:
         run_dir = shlex.quote(f"runs/{run_name}")
-        comments.insert(0, f"# {command_line(settings)} --config THIS --run-dir {run_dir}")
+        comments.insert(0, f"# {command_with_extras(settings)} --config THIS --run-dir {run_dir}")
     return "\n".join([*comments, yaml.safe_dump(settings, sort_keys=False)])
 
 
-def _read_settings(path: str) -> dict[str, Any]:
-    """The TRL names and values in a file. Raises ValueError if there are none."""
+def _read_trl_settings(path: str) -> dict[str, Any]:
+    """Return the TRL names and values in a file. Raises ValueError if the file has none."""
     prefix = f"--from-trl {path}"
     is_script = Path(path).suffix == ".py"
-    settings = dict(read_script(path, prefix)) if is_script else load_yaml(path, prefix)
+    settings = dict(read_script_settings(path, prefix)) if is_script else load_yaml(path, prefix)
     data_only = {"datasets", *(f".{method}" for method in DATA_CHANGES)}
     if not isinstance(settings, dict) or not settings.keys() - data_only:
         raise ValueError(
-            f"{prefix} holds no settings of TRL; "
-            "give a YAML of `trl grpo` or `trl sft`, or a script"
+            f"{prefix} contains no TRL settings; "
+            "give a YAML file for `trl grpo` or `trl sft`, or a script with a TRL trainer"
         )
     return settings
 
@@ -125,59 +136,71 @@ def _read_settings(path: str) -> dict[str, Any]:
 def _explain_differences(
     recipe: dict[str, Any], settings: dict[str, Any], path: str
 ) -> Iterator[str]:
-    """Comments on what the converted recipe does differently from TRL or cannot know."""
+    """Yield YAML comments on differences between the converted recipe and the TRL file."""
     is_script = Path(path).suffix == ".py"
     reward_files = [reward.rpartition(":")[0] for reward in settings.get("reward", ())]
     if any(Path(file) == Path(path) for file in reward_files):
         yield (
-            "# reward: a run would run this script and its imports; "
-            "move the functions into a file of their own"
+            "# reward: the reward functions are in the training script itself, which would be run "
+            "with its imports; move the functions into a separate file"
         )
     if settings.get("lora_rank") == 0 and "use_peft" not in recipe:
         yield (
             "# lora_rank: 0 trains all weights, as TRL does without LoraConfig; "
-            "without this line adapters are trained"
+            "remove this line to train adapters"
         )
     if "target_kl" not in settings and settings.get("loss_type") != "sft":
-        yield "# target_kl: TRL's steps have no bound; with `target_kl: 0` ours have none either"
+        yield (
+            "# target_kl: TRL does not limit the KL divergence of a step; "
+            "add `target_kl: 0` to remove Gwen's limit"
+        )
 
     is_surely_grpo = recipe.keys() & {"reward_funcs", "num_generations"}
     if not is_script and not is_surely_grpo and "loss_type" not in settings:
         yield (
-            "# reward_funcs: none is named; if this is a recipe of `trl sft`, "
-            "add `loss_type: sft` and the whole batch"
+            "# reward_funcs: the file names no reward function; if the file is for `trl sft`, "
+            "add `loss_type: sft`, and `batch: N` with the number of prompts per step"
         )
     if "learning_rate" not in recipe:
-        yield ("# learning_rate: none is given: TRL's is 1e-6, for SFT 2e-5; ours is the recipe's")
+        yield (
+            "# learning_rate: the file gives no learning rate; TRL's default is 1e-6 for GRPO and "
+            "2e-5 for SFT, and Gwen's default is in the recipe of the task"
+        )
     elif "learning_rate" in settings:
-        warning = warn_of_low_rate(check_settings(settings))
+        warning = low_learning_rate_warning(check_settings(settings))
         if warning:
             yield f"# learning_rate: {warning}"
 
 
-def find_equivalent(name: str, kind: str, advice: str) -> tuple[str, str, bool]:
+def find_equivalent(trl_name: str, kind: str, advice: str) -> Equivalent:
     """
-    Return our setting's key for a TRL name, a fixed value, and whether the key alone suffices.
+    Return the setting of Gwen for a TRL name.
 
-    The key is "" if there is no such setting, and the value is "" if TRL's value is used. The key
-    alone does not suffice if the advice converts the value or names a condition.
+    kind, advice: the row of the TRL name in data/trl.yaml.
     """
     if kind == "same":
-        return name, "", True
+        return Equivalent(trl_name, "", True)
     flag = re.match("`--([a-z-]+)(?: ([a-z0-9]+)`)?", advice)
     if kind == "renamed" and flag:
         key = flag[1].replace("-", "_")
-        return key, flag[2] or "", not re.search("[:*/@]", advice)
-    return "", "", False
+        converts_value = re.search("[:*/@]", advice) is not None
+        return Equivalent(key, flag[2] or "", not converts_value)
+    return Equivalent("", "", False)
 
 
-# ---- settings that follow from several TRL settings
+# ---- settings that are computed from several TRL settings
 
 
-def derive_settings(recipe: dict[str, Any], path: str) -> dict[str, Any]:
-    """Our settings that follow from several TRL settings, unless a script computes these."""
-    settings = _derive_batch(recipe)
-    settings |= _derive_adapter(recipe, path)
+def derive_combined_settings(recipe: dict[str, Any], path: str) -> dict[str, Any]:
+    """
+    Return the settings of Gwen that are computed from several TRL settings.
+
+    A setting is left out if a script computes one of the TRL settings that it needs.
+
+    recipe: the TRL names and values in the file at `path`.
+    """
+    settings = _derive_loss_and_batch(recipe)
+    settings |= _derive_lora_rank_and_scale(recipe, path)
 
     template = recipe.get("chat_template_kwargs")
     if isinstance(template, dict) and template.keys() == {"enable_thinking"}:
@@ -192,8 +215,8 @@ def derive_settings(recipe: dict[str, Any], path: str) -> dict[str, Any]:
     return settings | _derive_rewards(recipe, path)
 
 
-def _derive_batch(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The loss, if the recipe is for SFT, and the number of prompts in a step."""
+def _derive_loss_and_batch(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return `batch`, the number of prompts per step, and for an SFT recipe also `loss_type`."""
     settings: dict[str, Any] = {}
     group_size = recipe.get("num_generations", 8)
     is_sft_recipe = (
@@ -214,8 +237,8 @@ def _derive_batch(recipe: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _derive_adapter(recipe: dict[str, Any], path: str) -> dict[str, Any]:
-    """The rank and scale of adapters; rank 0 if a complete recipe has no adapters."""
+def _derive_lora_rank_and_scale(recipe: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return `lora_rank` and `lora_scale`; the rank is 0 if a complete recipe has no adapters."""
     asks_for_adapters = recipe.keys() & load_foreign_names()["LoraConfig"]
     if recipe.get("use_peft") is False:
         asks_for_adapters = set()
@@ -225,9 +248,8 @@ def _derive_adapter(recipe: dict[str, Any], path: str) -> dict[str, Any]:
         settings["lora_rank"] = 0
 
     is_script = Path(path).suffix == ".py"
-    default_alpha, default_rank = (
-        (8, 8) if is_script else (32, 16)
-    )  # the defaults in PEFT and in `trl grpo`
+    # a script uses the defaults of PEFT, and a YAML file those of `trl grpo`
+    default_alpha, default_rank = (8, 8) if is_script else (32, 16)
     alpha = recipe.get("lora_alpha", default_alpha)
     rank = recipe.get("r", recipe.get("lora_r", default_rank))
     are_numbers = all(type(value) in (int, float) and value > 0 for value in (alpha, rank))
@@ -240,23 +262,25 @@ def _derive_adapter(recipe: dict[str, Any], path: str) -> dict[str, Any]:
 def _derive_data(recipe: dict[str, Any], path: str) -> dict[str, Any]:
     sets = recipe.get("datasets")
     names = [recipe.get(f"dataset_{part}") for part in ("name", "config", "train_split")]
-    data = dataset_location(sets, names, path)
+    data = find_dataset_location(sets, names, path)
     if not data:
         return {}
-    held_out = dataset_location(recipe.get("eval_dataset"), [], path)
-    held_out = held_out or dataset_location(sets, [], path, "test")
+    held_out = find_dataset_location(recipe.get("eval_dataset"), [], path)
+    held_out = held_out or find_dataset_location(sets, [], path, "test")
     if held_out in ("", data):
         return {"data": data}
     return {"data": data, "eval_data": held_out}
 
 
 def _derive_rewards(recipe: dict[str, Any], path: str) -> dict[str, Any]:
-    """The rewards whose files are in the recipe's directory, and the reward weights by name."""
+    """
+    Return `reward`, the functions whose files exist, and `reward_weights`, a weight for each name.
+    """
     settings: dict[str, Any] = {}
     names = list_reward_names(recipe)
-    with_file = [name for name in names if find_reward_spec(path, name)]
+    with_file = [name for name in names if find_reward_function(path, name)]
     if with_file:
-        settings["reward"] = [find_reward_spec(path, name) for name in with_file]
+        settings["reward"] = [find_reward_function(path, name) for name in with_file]
 
     weights = recipe.get("reward_weights")
     if names and isinstance(weights, list) and len(weights) == len(names):
@@ -268,18 +292,22 @@ def _derive_rewards(recipe: dict[str, Any], path: str) -> dict[str, Any]:
     return settings
 
 
-def dataset_location(sets: Any, names: list[Any], path: str, side: str = "train") -> str:
+def find_dataset_location(sets: Any, names: list[Any], path: str, side: str = "train") -> str:
     """
-    The file or hub data set that TRL's `datasets` names, or else a name, configuration and split.
+    Return the path of a data file, or a hub data set as NAME:CONFIGURATION:SPLIT.
 
-    side: "train" or "test", which chooses among several data files. Returns "" unless exactly one
-    location is named.
+    Returns "" unless exactly one location is named.
+
+    sets: the value of `datasets` in a TRL recipe.
+    names: the name, configuration and split of a data set, which are used if `sets` names none.
+    path: the TRL recipe; data files are looked up in its directory first.
+    side: "train" or "test"; chooses a file if there are several data files.
     """
     if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
         names = [sets[0].get(part) for part in ("path", "name", "split")]
         files = sets[0].get("data_files")
-        if files:  # then `path` names only a reader, which follows from the file, as does the split
-            names = _choose_files(files, side)
+        if files:  # In this case `path` is only a file format, and `split` is not needed.
+            names = _choose_data_files(files, side)
     texts = [name for name in names if name]
     if not names or not names[0] or any(type(text) is not str for text in texts):
         return ""
@@ -289,8 +317,8 @@ def dataset_location(sets: Any, names: list[Any], path: str, side: str = "train"
     return ":".join(texts)
 
 
-def _choose_files(files: Any, side: str) -> list[Any]:
-    """The data files of one side. A single file counts for either side."""
+def _choose_data_files(files: Any, side: str) -> list[Any]:
+    """Return the data files for one side, "train" or "test". A single file serves both sides."""
     if not isinstance(files, dict):
         return [files]
     chosen = []
@@ -301,37 +329,42 @@ def _choose_files(files: Any, side: str) -> list[Any]:
 
 
 def list_reward_names(recipe: dict[str, Any]) -> list[str]:
-    """The names of the rewards in a TRL recipe."""
+    """List the names of the reward functions in a TRL recipe."""
     rewards = recipe.get("reward_funcs") or []
     if not isinstance(rewards, list):
         rewards = [rewards]
     return [str(reward) for reward in rewards]
 
 
-def find_reward_spec(path: str, name: str) -> str:
-    """FILE.py:function for a reward's dotted name; "" if `path`'s directory lacks the module."""
-    module, _, function = name.rpartition(".")
+def find_reward_function(recipe_path: str, dotted_name: str) -> str:
+    """
+    Return FILE.py:function for a reward function such as `rewards.correct`.
+
+    Returns "" if the directory of the recipe does not contain the file.
+    """
+    module, _, function = dotted_name.rpartition(".")
     relative = module.replace(".", "/")
-    file = Path(path).parent / f"{relative}.py"
+    file = Path(recipe_path).parent / f"{relative}.py"
     return f"{file}:{function}" if file.is_file() and function.isidentifier() else ""
 
 
 # ---- scripts
 
 
-def read_script(path: str, prefix: str) -> Iterator[tuple[str, Any]]:
+def read_script_settings(path: str, error_prefix: str) -> Iterator[tuple[str, Any]]:
     """
-    Read the names and values in a script's calls, then those assigned to `args.max_steps` etc.
+    Yield the TRL names and values in a script, from calls and from assignments to attributes.
 
-    The value is the source text if it is computed, the dotted name if it is a reward, and the calls
-    that load it if it is an eval_dataset.
+    A value that the script computes is an UnevaluatedExpression. Reward functions are lists of
+    dotted names. The values of `datasets` and `eval_dataset` are the arguments of the calls that
+    load them.
 
-    Raises ValueError if the file is not Python.
+    Raises ValueError if the file is not Python. The error message begins with `error_prefix`.
     """
     try:
-        tree = ast.parse(read_text(path, prefix, 1))
+        tree = ast.parse(read_text(path, error_prefix, 1))
     except (SyntaxError, RecursionError) as error:
-        raise ValueError(f"{prefix} is not Python: {error}") from error
+        raise ValueError(f"{error_prefix} is not valid Python: {error}") from error
     nodes = list(ast.walk(tree))
     constants = read_constants(tree)
     dotted_names = _find_dotted_names(tree, Path(path).stem)
@@ -356,23 +389,23 @@ def read_script(path: str, prefix: str) -> Iterator[tuple[str, Any]]:
             *((keyword.arg, keyword.value) for keyword in call.keywords),
         ]
         if name in DATA_CALLS:
-            load = {key: evaluate_literal(value, constants) for key, value in arguments}
+            load = {key: evaluate_or_quote(value, constants) for key, value in arguments}
             side_loads = loads.setdefault("eval_dataset" if is_held_out else "datasets", [])
             if load not in side_loads:
                 side_loads.append(load)
         elif name in DATA_CHANGES and isinstance(call.func, ast.Attribute):
-            yield f".{name}", Computed(ast.unparse(call))
+            yield f".{name}", UnevaluatedExpression(ast.unparse(call))
         elif name in SFT_CALLS and is_grpo:
-            yield name, Computed(ast.unparse(call))
+            yield name, UnevaluatedExpression(ast.unparse(call))
         if name in setting_calls:
             for key, value in arguments:
-                yield from _read_argument(key, value, constants, dotted_names)
+                yield from _read_call_argument(key, value, constants, dotted_names)
     yield from loads.items()
-    yield from _read_assignments(nodes, constants)
+    yield from _read_setting_assignments(nodes, constants)
 
 
 def _find_dotted_names(tree: ast.Module, module: str) -> dict[str, str]:
-    """The dotted name, such as `rewards.correct`, of each name that a script defines or imports."""
+    """Map each name that a script defines or imports to a dotted name such as `rewards.correct`."""
     names = []
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -388,7 +421,7 @@ def _find_dotted_names(tree: ast.Module, module: str) -> dict[str, str]:
 
 
 def _find_held_out_nodes(nodes: list[ast.AST]) -> set[ast.AST]:
-    """The nodes that are used only to make an eval_dataset."""
+    """Find the syntax nodes of a script that are used only for the value of `eval_dataset`."""
     keywords = [node for node in nodes if isinstance(node, ast.keyword)]
     outer = [node.value for node in keywords if node.arg == "eval_dataset"]
     train = {ast.unparse(node.value) for node in keywords if node.arg == "train_dataset"}
@@ -400,7 +433,11 @@ def _find_held_out_nodes(nodes: list[ast.AST]) -> set[ast.AST]:
 
 
 def _list_named_calls(tree: ast.Module, nodes: list[ast.AST]) -> list[tuple[str, ast.Call]]:
-    """Each call with its function's name; for a class of the script, the name of its first base."""
+    """
+    List the calls in a script, each with the name of the called function or class.
+
+    A class that the script defines is replaced by its first base class.
+    """
     bases = {}
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef) and statement.bases:
@@ -413,11 +450,11 @@ def _list_named_calls(tree: ast.Module, nodes: list[ast.AST]) -> list[tuple[str,
     return calls
 
 
-def _read_argument(
+def _read_call_argument(
     key: str | None, value: ast.expr, constants: dict[str, Any], dotted_names: dict[str, str]
 ) -> Iterator[tuple[str, Any]]:
-    """The name and value of one argument, or for `**values` those in the dictionary."""
-    literal = evaluate_literal(value, constants)
+    """Yield the name and value of an argument. `**values` yields the items of the dictionary."""
+    literal = evaluate_or_quote(value, constants)
     if key == "reward_funcs":
         rewards = value.elts if isinstance(value, ast.List) else [value]
         names = [ast.unparse(reward) for reward in rewards]
@@ -428,8 +465,10 @@ def _read_argument(
         yield key or "**", literal
 
 
-def _read_assignments(nodes: list[ast.AST], constants: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings that a script assigns to an object, as in `args.max_steps = 7`."""
+def _read_setting_assignments(
+    nodes: list[ast.AST], constants: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the settings that a script assigns to attributes, as in `args.max_steps = 7`."""
     table = load_foreign_names()
     settings = table["GRPOConfig"] | table["TrainingArguments"]
     for node in nodes:
@@ -437,11 +476,11 @@ def _read_assignments(nodes: list[ast.AST], constants: dict[str, Any]) -> Iterat
             case ast.Assign([ast.Attribute(ast.Name(owner), setting)], value) if (
                 owner != "self" and setting in settings
             ):
-                yield setting, evaluate_literal(value, constants)
+                yield setting, evaluate_or_quote(value, constants)
 
 
 def read_constants(tree: ast.Module) -> dict[str, Any]:
-    """The values of those names that a script assigns exactly once, at its top level."""
+    """Return the value of each name that a script assigns only once, at the top level."""
     num_assigned: Counter[str] = Counter()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -456,14 +495,18 @@ def read_constants(tree: ast.Module) -> dict[str, Any]:
                 ast.Name(name), _, ast.expr() as value
             ):
                 if num_assigned[name] == 1:
-                    constants[name] = evaluate_literal(value, constants)
+                    constants[name] = evaluate_or_quote(value, constants)
     return constants
 
 
-def evaluate_literal(node: ast.expr, constants: dict[str, Any]) -> Any:
-    """The value of an expression if it is a constant or a literal, otherwise its source text."""
+def evaluate_or_quote(node: ast.expr, constants: dict[str, Any]) -> Any:
+    """
+    Return the value of an expression that is a literal or the name of a constant.
+
+    Returns an UnevaluatedExpression for any other expression.
+    """
     text = ast.unparse(node)
     try:
         return constants[text] if text in constants else ast.literal_eval(node)
-    except (ValueError, TypeError):  # TypeError: a dictionary with a list for a key
-        return Computed(text)
+    except (ValueError, TypeError):  # TypeError: a dictionary in the script has a list as a key
+        return UnevaluatedExpression(text)

@@ -1,16 +1,14 @@
 """
-How a run's settings are read from flags, the environment and a recipe, and how they are written.
+Reads the settings of a run from flags, the environment and recipes, and writes them as YAML.
 
 A flag overrides the environment, the environment overrides the recipe, and the recipe overrides the
-default. This file does not cover the settings themselves (config.py) or whether they fit together
-(settings/checks.py).
+default. The settings are declared in config.py and checked in settings/checks.py.
 """
 
 import argparse
 import os
 import re
 import reprlib
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,43 +16,51 @@ from typing import Any
 
 import yaml
 
-from config import SETTINGS, Config, Sizes, is_user_function
-from disk.places import existing_paths, map_settings, relocate_settings
+from config import SETTINGS, Config, MemoryDependentSizes, is_user_function
+from disk.places import list_existing_paths, replace_paths_in_settings, settings_with_new_paths
 from flags import Parser, add_flags, explain_missing_run, flag_of, parse_seeds
 from settings.checks import check_settings
+from text.commands import command_prefix
 from text.documents import load_yaml
 from text.foreign_names import suggest_name
 from text.printable import escape_invisible
 
-# Flags of train.py that are not settings, so that no recipe has them; each with the name of its
-# value and its help text.
+# Flags of train.py that are not settings and cannot be in a recipe. Each has a name for its value
+# ("" if the flag takes no value) and a help text.
 COMMAND = {
     "config": (
         "FILE",
-        "recipe that replaces the task's recipe; a run's `config.yaml` repeats that run",
+        "recipe to use instead of the task's recipe; the `config.yaml` of a run repeats that run",
     ),
     "eval_data": (
         "FILE",
-        "held-out prompts for --data; the default is a tenth of the prompts in --data",
+        "file with held-out prompts; the default is a tenth of the prompts in --data",
     ),
-    "run_dir": ("DIR", "directory that records the run (default: runs/TASK-TIME)"),
-    "resume": ("DIR", "run to continue; without DIR, the newest unfinished run"),
-    "allow_changes": ("", "resume even if data, rewards or files have changed"),
+    "run_dir": ("DIR", "directory for the files of the run (default: runs/TASK-TIME)"),
+    "resume": ("DIR", "directory of the run to continue (default: the newest unfinished run)"),
+    "allow_changes": (
+        "",
+        "resume the run even if its data, its rewards or other files have changed",
+    ),
     "seeds": (
         "N",
-        "repeat the run with N seeds, counted from --seed, or with a list of seeds such as 1,2,5",
+        "repeat the run with N seeds, counting up from --seed, or with a list of seeds: 1,2,5",
     ),
     "no_look": (
         "",
-        "continue even if a run of more than five minutes has no signal in its first four steps",
+        "continue after the first four steps even if the rewards within each group were equal and "
+        "more than five minutes of training are left",
     ),
-    "let_sleep": ("", "let a Mac go to sleep while it trains"),
-    "wired_limit": ("GB", "amount of memory that macOS must not page out (default: none)"),
-    "open": ("", "open the run's page in a browser at the end"),
+    "let_sleep": ("", "let the Mac go to sleep during training"),
+    "wired_limit": (
+        "GB",
+        "gigabytes of memory that macOS must not page out (default: none)",
+    ),
+    "open": ("", "open the report page in a browser when the run has finished"),
     "from_trl": (
         "FILE",
-        "convert a TRL YAML file or script to a recipe and print it; comments name what has no "
-        "equivalent",
+        "convert a TRL YAML file or script to a recipe and print the recipe, with comments on "
+        "settings that have no equivalent",
     ),
     "print_config": ("", "print every setting as YAML and exit"),
 }
@@ -66,18 +72,19 @@ USER_FUNCTIONS = {
 FILES = {key for key, setting in SETTINGS.items() if setting.field.metadata.get("file")}
 FILES |= USER_FUNCTIONS | {"eval_data"}
 
-BUNDLED_TASKS = {  # the task of each bundled model
+BUNDLED_TASKS = {  # the task that each bundled model was made for
     "demo": "demo",
     "demo:rg": "rg:chain_sum,leg_counting",
     "demo:tools": "calculator",
 }
-RECIPES = {  # the recipe's name, by model and kind of task
+RECIPES = {  # the name of the recipe for a bundled model and a kind of task
     ("demo", "own"): "demo",
     ("demo:tools", "own"): "calculator",
     ("demo:rg", "rg"): "demo-rg",
     ("demo:rg", "own"): "demo-rg",
 }
-REMOVED = {  # former settings in older runs' `config.yaml`, each with the only value accepted
+# Settings that no longer exist. Each may still be in a `config.yaml`, if it has this value.
+REMOVED = {
     "curriculum": False,
     "dynamic_sampling": False,
     "reward_format": "text",
@@ -86,16 +93,19 @@ REMOVED = {  # former settings in older runs' `config.yaml`, each with the only 
     "share_prefix": "auto",
     "allow_unreadable": False,
 }
-MOST_EXPLAINED = 4  # if a file has more unknown settings than this, only their names are listed
-SMALL = 4e8  # number of parameters below which own data has other defaults
-LOW = 4  # a learning rate lower than the recipe's by more than this factor hardly moves the model
+MOST_EXPLAINED = 4  # If a file has more unknown settings, the error message lists only their names.
+SMALL = 4e8  # Models with fewer parameters than this have other default settings for --data.
+
+# A learning rate below the recipe's rate divided by this number hardly changes the model.
+LOW = 4
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Parse the flags of train.py. A setting that is not given is None."""
+    """Parse the flags of train.py. A setting whose flag is not given is None."""
     parser = Parser(
         "train.py",
-        "GRPO: sample groups of completions, reward them, make the better ones likelier.",
+        "Train a model with GRPO: sample groups of completions, reward each completion, and make "
+        "the better completions more likely.",
     )
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
     for name, (metavar, text) in COMMAND.items():
@@ -108,12 +118,14 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
             parser.add_argument(flag, help=text, metavar=metavar)
         else:
             parser.add_argument(flag, help=text, action="store_true")
-    add_flags(parser, SETTINGS.values(), everything="--help-all" in argv)
+    add_flags(parser, SETTINGS.values(), show_all="--help-all" in argv)
     return parser.parse_args(argv)
 
 
-def given_settings(args: argparse.Namespace, names: Iterable[str] = SETTINGS) -> dict[str, Any]:
-    """The settings in `names`, and `eval_data`, that were given as flags."""
+def settings_from_flags(
+    args: argparse.Namespace, names: Iterable[str] = SETTINGS
+) -> dict[str, Any]:
+    """Return those settings in `names`, and `eval_data`, that were given as flags."""
     values = {name: getattr(args, name, None) for name in [*names, "eval_data"]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -123,53 +135,54 @@ def given_settings(args: argparse.Namespace, names: Iterable[str] = SETTINGS) ->
 
 def make_paths_absolute(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
     """
-    Return settings with absolute paths, so that a run finds its files from any directory.
+    Return a copy of settings with absolute paths, so that a run finds its files from any directory.
 
-    A relative path is looked up in the working directory first, then in `folders`, in their order.
-    A text that names no file stays as it is; it may be a hub id, a bundled model or a mistake.
+    A relative path is first looked up in the working directory, then in each of `folders`.
+    A text that is not the path of a file is not changed: it may be a hub id, a bundled model or a
+    mistake.
     """
 
-    def find(text: str) -> str | None:
+    def find_absolute_path(text: str) -> str | None:
         for folder in (Path(), *folders):
             path = os.path.abspath(folder / text)
             if text and os.path.exists(path):
                 return path
         return None
 
-    def is_name(key: str, value: Any) -> bool:
+    def is_never_a_path(key: str, value: Any) -> bool:
         is_on_server = key == "judge_model" and bool(settings.get("judge_url"))
         is_choice = key in USER_FUNCTIONS and isinstance(value, str) and not is_user_function(value)
         return is_on_server or is_choice or value in ["self", *BUNDLED_TASKS]
 
     paths = {}
     for key, value in settings.items():
-        if key in FILES and not is_name(key, value):
+        if key in FILES and not is_never_a_path(key, value):
             paths[key] = value
-    return settings | map_settings(paths, find)
+    return settings | replace_paths_in_settings(paths, find_absolute_path)
 
 
-def files_of(settings: dict[str, Any]) -> list[str]:
-    """The absolute paths of those existing files that settings name."""
-    return existing_paths({key: value for key, value in settings.items() if key in FILES})
+def list_existing_files(settings: dict[str, Any]) -> list[str]:
+    """List the absolute paths in the settings at which a file exists."""
+    return list_existing_paths({key: value for key, value in settings.items() if key in FILES})
 
 
 def find_missing_files(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """
-    Find the absolute paths in settings at which no file exists. Yields each flag with its path.
+    Find the absolute paths in settings at which no file exists. Yields pairs of a flag and a path.
 
-    --init-adapter is left out, because a run keeps its own copy of the adapter.
+    --init-adapter is not checked, because each run has its own copy of the adapter.
     """
     for key in sorted((FILES & settings.keys()) - {"init_adapter"}):
         value = settings[key]
         for text in value if isinstance(value, list) else [value]:
-            for path in _paths_in(str(text)):
+            for path in _split_paths(str(text)):
                 if os.path.isabs(path) and not os.path.exists(path):
                     yield flag_of(key), path
 
 
-def _paths_in(text: str) -> Iterator[str]:
-    """The paths in a setting's text, without a preceding `NAME=` or a following `:function`."""
-    parts = [text] if os.path.exists(text) else text.split(",")
+def _split_paths(value: str) -> Iterator[str]:
+    """Yield the paths in the value of a setting, without `NAME=` before and `:function` after."""
+    parts = [value] if os.path.exists(value) else value.split(",")
     for part in parts:
         path = part if os.path.isabs(part) else part.rpartition("=")[2]
         file, _, name = path.rpartition(":")
@@ -177,7 +190,7 @@ def _paths_in(text: str) -> Iterator[str]:
         yield file if is_function else path
 
 
-# ---- which source wins
+# ---- settings from all sources
 
 
 def resolve_settings(
@@ -187,18 +200,19 @@ def resolve_settings(
     choose_model: Callable[[str | None], tuple[str, str]],
 ) -> tuple[Config, str]:
     """
-    Return the checked settings, and a line that says which model was chosen and why.
+    Return the checked settings, and a line for the user about the chosen model and task.
 
-    config_path: a recipe; None means the task's recipe.
-    resume: a run to continue; then only its settings and the flags count.
+    config_path: the path of a recipe; None means the recipe of the task.
+    resume: the directory of a run to continue, or None. The settings of a run to continue are read
+        from its directory and from the flags only.
     choose_model: a function from the requested model to the chosen model and the reason.
     """
     if resume:
-        return _resume_settings(flags, config_path, resume)
+        return _read_resumed_settings(flags, config_path, resume)
 
     recipe = load_recipe(Path(config_path)) if config_path else None
     flags = make_paths_absolute(flags)
-    # Check first, so that a mistake is reported before a model is downloaded.
+    # The settings are checked first, so that a mistake is reported before a model is downloaded.
     requested = merge_settings(flags, recipe)
     model, reason = choose_model(requested.model.name)
     task = requested.data.task
@@ -208,24 +222,24 @@ def resolve_settings(
         task = "env" if requested.tools.env else BUNDLED_TASKS.get(model, "values")
     config = merge_settings(flags | {"model": model, "task": task}, recipe)
 
-    line = f"model: {model}, {reason}; {describe_data(config)}"
+    line = f"model: {model}, {reason}; {describe_task_and_data(config)}"
     if task == "own" and requested.data.path:
         if recipe is None:
-            line += f", by {_describe_recipe(config, task, model)}"
-        warning = warn_of_low_rate(config)
+            line += f", with {_describe_recipe_values(config, task, model)}"
+        warning = low_learning_rate_warning(config)
         if warning:
             line += f"; --learning-rate {warning}"
     return config, line
 
 
-def _resume_settings(
+def _read_resumed_settings(
     flags: dict[str, Any], config_path: str | None, resume: str
 ) -> tuple[Config, str]:
-    """The settings of a run to continue, as changed by flags, and the line about its model."""
+    """Return the settings of a run to continue, changed by the flags, and a line for the user."""
     if config_path:
         raise ValueError(
-            f"--config {config_path} cannot change a resumed run; start a new one, from these "
-            f"weights with --init-adapter {resume}"
+            f"--config {config_path} cannot change a resumed run; leave out --resume to start a "
+            f"new run, which continues from the same weights with --init-adapter {resume}"
         )
     path = Path(resume) / "config.yaml"
     if not path.is_file():
@@ -233,15 +247,15 @@ def _resume_settings(
     settings = load_recipe(path) | make_paths_absolute(flags)
     for flag, file in find_missing_files(settings):
         raise ValueError(
-            f"--resume {resume}: {flag} {file} is no longer there; put it back, or give its new "
-            f"place with {flag} (and --allow-changes if it has changed)"
+            f"--resume {resume} needs {flag} {file}, which is no longer there; put the file back, "
+            f"or give its new path with {flag} (add --allow-changes if the file has changed)"
         )
     config = check_settings(settings, flags)
-    return config, f"model: {config.model.name}, as before; {describe_data(config)}"
+    return config, f"model: {config.model.name}, as before; {describe_task_and_data(config)}"
 
 
-def _describe_recipe(config: Config, task: str, model: str) -> str:
-    """The recipe that own data uses, and the values that it sets: "recipes/own.yaml: --batch 8"."""
+def _describe_recipe_values(config: Config, task: str, model: str) -> str:
+    """The file of a task's recipe and the values it sets, such as "recipes/own.yaml: --batch 8"."""
     is_sft = config.objective.loss_type == "sft"
     values = config.to_flags()
     flags = []
@@ -252,8 +266,8 @@ def _describe_recipe(config: Config, task: str, model: str) -> str:
     return f"recipes/{recipe_name(task, model)}.yaml: {all_flags}"
 
 
-def describe_data(config: Config) -> str:
-    """A description of the data that a run learns from, for the run's first line."""
+def describe_task_and_data(config: Config) -> str:
+    """The task of a run, and for --loss-type sft also the file of replies, for the first line."""
     task = f"task: {config.data.task}"
     if config.objective.loss_type == "sft":
         return f"replies: {config.data.path}; {task}"
@@ -262,19 +276,20 @@ def describe_data(config: Config) -> str:
 
 def merge_settings(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
     """
-    Return the checked settings. Each comes from its flag, else the environment, else the recipe,
-    else the default.
+    Return the checked settings from flags, the environment, a recipe and the defaults.
 
-    recipe: the recipe's settings; None means the task's recipe. With full fine-tuning, a learning
-        rate from the task's recipe or the default is divided by 10, because it is meant for
-        adapters; with sgd it is 1.
+    If all weights are trained, a learning rate that was chosen for adapters is divided by 10, or
+    replaced by 1 with --optimizer sgd.
+
+    flags: the settings that were given as flags.
+    recipe: the settings in a recipe file; None means the recipe of the task.
     """
     defaults: dict[str, Any] = {}
     if recipe is None:
         recipe = {}
         defaults = load_task_defaults(flags.get("task", ""), flags.get("model") or "")
-    defaults = defaults | read_environment()
-    if (recipe | flags).get("loss_type") == "sft":  # drop defaults that sft cannot use
+    defaults = defaults | read_judge_chunk_size_from_environment()
+    if (recipe | flags).get("loss_type") == "sft":  # leave out defaults that sft cannot use
         defaults = {
             name: value for name, value in defaults.items() if SETTINGS[name].used_by is None
         }
@@ -284,12 +299,16 @@ def merge_settings(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Conf
     if config.model.lora_rank or "learning_rate" in flags or is_rate_for_all_weights:
         return config
     if config.optimizer.kind == "sgd":
-        return config.with_settings(learning_rate=1.0)
-    return config.with_settings(learning_rate=config.optimizer.learning_rate / 10)
+        return config.copy_with_settings(learning_rate=1.0)
+    return config.copy_with_settings(learning_rate=config.optimizer.learning_rate / 10)
 
 
-def warn_of_low_rate(config: Config) -> str:
-    """A warning if the rate is far below that of own data's recipe for the model, else ""."""
+def low_learning_rate_warning(config: Config) -> str:
+    """
+    A warning if the learning rate is far below the rate in the recipe for the model and --data.
+
+    Returns "" if there is nothing to warn of.
+    """
     rate = config.optimizer.learning_rate
     usual = load_task_defaults("own", config.model.name)["learning_rate"]
     if not config.model.lora_rank:
@@ -300,18 +319,19 @@ def warn_of_low_rate(config: Config) -> str:
     return f"{rate:g} is low for this model: recipes/{name}.yaml has {usual:g}"
 
 
-def read_environment() -> dict[str, int]:
+def read_judge_chunk_size_from_environment() -> dict[str, int]:
     """
-    The judge's chunk size, if `RUBRIC_JUDGE_BATCH_SIZE` is set. An empty value counts as not set.
+    Return {"judge_chunk_size": N} if the environment variable RUBRIC_JUDGE_BATCH_SIZE is set to N.
 
-    Raises ValueError if the value is not a number.
+    Returns {} if the variable is not set or is empty. Raises ValueError if it is not a number.
     """
     text = os.environ.get("RUBRIC_JUDGE_BATCH_SIZE", "")
     if not text:
         return {}
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise ValueError(
-            f"RUBRIC_JUDGE_BATCH_SIZE={text!r:.60}: it must be a whole number from 1 to 999999999"
+            f"the environment variable RUBRIC_JUDGE_BATCH_SIZE is {text!r:.60}; "
+            "it must be a whole number from 1 to 999999999"
         )
     return {"judge_chunk_size": int(text)}
 
@@ -320,15 +340,15 @@ def read_environment() -> dict[str, int]:
 
 
 def recipe_name(task: str, model: str) -> str:
-    """The name of a task's recipe. For own data, it depends on the size in the model's name."""
+    """The name of a task's recipe. The recipe for the task `own` depends on the model size."""
     kind = task.partition(":")[0]
     if (model, kind) in RECIPES:
         return RECIPES[model, kind]
-    return "own-small" if kind == "own" and _is_small(model) else kind
+    return "own-small" if kind == "own" and _has_small_size_in_name(model) else kind
 
 
-def _is_small(model: str) -> bool:
-    """Whether the size in a model's name, as 135M or 0.6B, is below SMALL."""
+def _has_small_size_in_name(model: str) -> bool:
+    """Whether the name of a model contains a size, such as 135M or 0.6B, that is below SMALL."""
     name = Path(model.replace("smollm2", "135m")).name.lower()
     size = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)([mb])(?![a-z0-9])", name)
     if size is None:
@@ -339,10 +359,10 @@ def _is_small(model: str) -> bool:
 
 def load_task_defaults(task: str, model: str) -> dict[str, Any]:
     """
-    Load the task's defaults from `recipes/`.
+    Load the default settings for a task and a model from a file in `recipes/`.
 
-    The recipes for rg:NAME, calculator and guess are meant for a bundled model; other models get no
-    defaults from them. Own data with a bundled model gets the defaults of that model's own task.
+    Returns {} if the recipe is meant for a bundled model and `model` is another model. For the task
+    `own`, a bundled model gets the defaults of the task that it was made for.
     """
     paths = {path.stem: path for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")}
     name = recipe_name(task, model)
@@ -357,57 +377,65 @@ def load_task_defaults(task: str, model: str) -> dict[str, Any]:
 
 def load_recipe(path: Path) -> dict[str, Any]:
     """
-    Load the settings in a YAML file. In a run's own file, paths of files that moved are updated.
+    Load the settings in a recipe file.
 
-    Raises ValueError that names each unknown key and the nearest valid one.
+    If the file is the `config.yaml` of a run, the paths of moved files are replaced by new paths.
+
+    Raises ValueError if the file has unknown settings. The message suggests valid settings.
     """
     content = load_yaml(path, f"--config {path}")
     if not isinstance(content, dict):
-        raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
+        raise ValueError(f"--config {path} contains no settings; it needs lines like `batch: 8`")
     settings = {}
     for key, value in content.items():
         if key not in REMOVED or value != REMOVED[key]:
             settings[key] = value
-    refuse_unknown(settings, f"--config {path}: ")
-    report_kept_escapes(path, settings.get("stop"))
+    refuse_unknown_settings(settings, f"--config {path}: ")
+    report_literal_escapes(path, settings.get("stop"))
     settings = make_paths_absolute(settings, path.parent)
-    return relocate_settings(settings, path.parent) if path.name == "config.yaml" else settings
+    return (
+        settings_with_new_paths(settings, path.parent) if path.name == "config.yaml" else settings
+    )
 
 
-def report_kept_escapes(path: Path, stop_texts: Any) -> None:
-    """Print a line for each YAML stop text in which a backslash and n or t stay two characters."""
+def report_literal_escapes(path: Path, stop_texts: Any) -> None:
+    r"""Print a warning for each stop text of a YAML file with \n or \t as two characters."""
     for text in stop_texts if isinstance(stop_texts, list) else [stop_texts]:
         escape = re.search(r"\\[nt]", text) if isinstance(text, str) else None
         if escape:
             letter = escape[0][1]
             line = (
-                f"{path}: stop {text:.60} holds a backslash and {letter}; "
-                f'in "double quotes" {escape[0]} is the character'
+                f"{path}: the stop text {text:.60} contains a backslash and the letter {letter}; "
+                f'if you mean the character {escape[0]}, write the text in "double quotes"'
             )
             print(escape_invisible(line), file=sys.stderr)
 
 
-def refuse_unknown(settings: Iterable[Any], prefix: str = "") -> None:
-    """Raise ValueError that names each setting that does not exist, and what to use instead."""
-    unknown = [key for key in settings if key not in [*SETTINGS, "eval_data"]]
+def refuse_unknown_settings(names: Iterable[Any], prefix: str = "") -> None:
+    """
+    Raise ValueError if any of the names is not the name of a setting.
+
+    The message, which begins with `prefix`, suggests what to use instead.
+    """
+    unknown = [key for key in names if key not in [*SETTINGS, "eval_data"]]
     if not unknown:
         return
     if len(unknown) > MOST_EXPLAINED and prefix:
-        names = ", ".join(reprlib.repr(key) for key in unknown)
+        all_unknown = ", ".join(reprlib.repr(key) for key in unknown)
         raise ValueError(
-            f"{prefix}{len(unknown)} unknown settings, {names}; "
-            "--from-trl FILE converts settings of TRL"
+            f"{prefix}{len(unknown)} settings are unknown: {all_unknown}; "
+            "if the file is for TRL, convert it with --from-trl FILE"
         )
     sentences = []
     for key in unknown:
-        advice = _explain_unknown(str(key)[:40])
+        advice = _advise_on_unknown_setting(str(key)[:40])
         sentences.append(f"unknown setting {reprlib.repr(key)}; {advice}")
     raise ValueError(prefix + ". ".join(dict.fromkeys(sentences)))
 
 
-def _explain_unknown(key: str) -> str:
+def _advise_on_unknown_setting(key: str) -> str:
     if key in COMMAND:
-        return f"it is a flag of the command, {flag_of(key)}, and no setting"
+        return f"it is not a setting but only a flag; give {flag_of(key)} on the command line"
     advice = suggest_name(key, [*SETTINGS, *COMMAND], repr)
     return advice or "train.py --help-all lists them"
 
@@ -415,21 +443,17 @@ def _explain_unknown(key: str) -> str:
 # ---- settings as text
 
 
-def to_yaml(config: Config, sizes: Sizes | None = None) -> str:
-    """Every setting as YAML, including the sizes once they are decided."""
+def to_yaml(config: Config, sizes: MemoryDependentSizes | None = None) -> str:
+    """Return all settings of a run as YAML, with `sizes` instead of the settings they replace."""
     values = config.to_flags(sizes)
     for key, value in values.items():
-        if value is None and SETTINGS[key].is_automatic:
+        if value is None and SETTINGS[key].accepts_auto:
             values[key] = "auto"
     return yaml.safe_dump(values, sort_keys=False)
 
 
-def command_line(settings: Mapping[str, Any], program: str = "train.py") -> str:
-    """
-    The command `uv run` with the extras that these settings need, followed by the program.
-
-    Outside the checkout, the command names the checkout and the program by absolute paths.
-    """
+def command_with_extras(settings: Mapping[str, Any], program: str = "train.py") -> str:
+    """The beginning of a command that runs a program with the extras that the settings need."""
     task = settings.get("task") or ""
     model = str(settings.get("model", ""))
     extras = []
@@ -442,10 +466,4 @@ def command_line(settings: Mapping[str, Any], program: str = "train.py") -> str:
     if task == "ifeval":
         extras.append("ifeval")
     extras += settings.get("report_to", ())
-
-    home = Path(__file__).parents[1]
-    if not Path(program).is_file() and (home / "pyproject.toml").is_file():
-        project = shlex.quote(str(home))
-        path = shlex.quote(str(home / program))
-        program = f"--project {project} {path}"
-    return " ".join(["uv run", *(f"--extra {name}" for name in extras), program])
+    return command_prefix(program, extras)

@@ -1,1 +1,1 @@
-"""A step's samples: generation, scoring, advantages, batches, loss, teacher."""
+"""The parts of a training step, from the generation of samples to the loss."""

@@ -1,8 +1,7 @@
 """
-The advantages of a step's samples, and which of the samples are trained.
+Gives the samples of a step their advantages, and selects the samples to train on.
 
-This file does not cover the arithmetic of advantages (grpo.py) or how samples go through the model
-(step/batch.py).
+The arithmetic of advantages is in grpo.py. step/batch.py turns samples into input for the model.
 
 Axes: B groups in a step, G samples in a group, N samples, T tokens that the policy wrote in a
 sample, K turns.
@@ -16,28 +15,33 @@ import numpy as np
 import grpo
 from config import Config
 from step.sample import Sample, group_samples, pad_rows
-from step.scoring import Weights
+from step.scoring import RewardWeights
 
-MEASURED_OF = 8  # one in this many samples without a gradient is computed for the statistics
-# a function of rewards (B, G) float64, which are nan where a group has fewer samples
-Advantage = Callable[[np.ndarray], np.ndarray]
+# one in this many samples without a gradient is computed anyway, for the statistics
+MEASURED_OF = 8
+# A function from rewards (B, G) float64 to advantages (B, G). If a group has fewer than G samples,
+# the missing rewards are nan.
+AdvantageFunction = Callable[[np.ndarray], np.ndarray]
 
 
 def assign_advantages(
-    config: Config, samples: list[Sample], weights: Weights, custom: Advantage | None = None
+    config: Config,
+    samples: list[Sample],
+    weights: RewardWeights,
+    custom_function: AdvantageFunction | None = None,
 ) -> list[Sample]:
     """
-    The samples, with their advantages added and whether their groups have a signal.
+    Copies of the samples with `advantage`, `has_signal` and `rewards_differ` set.
 
-    weights: the rewards' weights. custom: a user's function that replaces ours.
+    custom_function: a user's function that computes the advantages instead of ours.
     """
     groups = group_samples(samples)
-    group_advantages = compute_advantages(config, groups, weights, custom)
+    group_advantages = compute_advantages(config, groups, weights, custom_function)
     differences = group_advantages
-    if custom is not None or config.objective.advantage == "reinforce":
-        # with these, even equal rewards may have advantages
+    if custom_function is not None or config.objective.advantage == "reinforce":
+        # these advantages may be other than 0 although all rewards of a group are equal
         differences = grpo.group_advantages(
-            reward_table(groups), "none", signal_floor=grpo.SIGNAL_FLOOR
+            padded_reward_table(groups), "none", signal_floor=grpo.SIGNAL_FLOOR
         )
 
     samples = []
@@ -45,10 +49,12 @@ def assign_advantages(
         groups, group_advantages, differences, strict=True
     ):
         group = [
-            sample._replace(advantage=spread_over_tokens(sample, advantage))
+            sample._replace(advantage=repeat_turn_advantages_per_token(sample, advantage))
             for sample, advantage in zip(group, advantages, strict=False)
         ]
-        has_signal = any(has_advantage(sample) and is_trained(config, sample) for sample in group)
+        has_signal = any(
+            has_nonzero_advantage(sample) and counts_in_loss(config, sample) for sample in group
+        )
         rewards_differ = bool((group_differences != 0).any())
         for sample in group:
             samples.append(sample._replace(has_signal=has_signal, rewards_differ=rewards_differ))
@@ -58,93 +64,110 @@ def assign_advantages(
 def compute_advantages(
     config: Config,
     groups: list[list[Sample]],
-    weights: Weights,
-    custom: Advantage | None = None,
+    weights: RewardWeights,
+    custom_function: AdvantageFunction | None = None,
 ) -> np.ndarray:
-    """The advantages, (B, G) float32; or (B, G, K) if environments reward turns."""
+    """The advantages of all samples, (B, G) float32; (B, G, K) if environments reward turns."""
     settings = config.objective
-    if max(map(len, groups)) == 1:  # only a teacher trains such groups
+    if max(map(len, groups)) == 1:  # groups of one sample occur only with --teacher
         return np.zeros((len(groups), 1), np.float32)
 
     first = groups[0][0]
     if settings.combine_rewards == "normalize":
         names = list(first.imputed_components)
-        tables = [_component_table(groups, name) for name in names]
+        tables = [_padded_component_table(groups, name) for name in names]
         name_weights = [weights[name] for name in names]
-        return grpo.decoupled_advantages(np.array(tables), name_weights, grpo.SIGNAL_FLOOR)
+        return grpo.gdpo_decoupled_advantages(np.array(tables), name_weights, grpo.SIGNAL_FLOOR)
     if first.turn_rewards is not None:
-        turn_rewards = [[compute_turn_rewards(sample) for sample in group] for group in groups]
+        turn_rewards = [
+            [turn_rewards_with_remainder_in_last_turn(sample) for sample in group]
+            for group in groups
+        ]
         return grpo.turn_advantages(turn_rewards, settings.scale_rewards, grpo.SIGNAL_FLOOR)
 
-    rewards = reward_table(groups)
-    if custom is not None:
-        return custom(rewards)
+    rewards = padded_reward_table(groups)
+    if custom_function is not None:
+        return custom_function(rewards)
     return grpo.group_advantages(
         rewards, settings.scale_rewards, settings.advantage, grpo.SIGNAL_FLOOR
     )
 
 
-def reward_table(groups: list[list[Sample]]) -> np.ndarray:
-    """All samples' rewards, (B, G) float64, nan where a group has fewer samples."""
+def padded_reward_table(groups: list[list[Sample]]) -> np.ndarray:
+    """
+    The rewards of all samples, (B, G) float64.
+
+    Groups with fewer than G samples are padded with nan.
+    """
     return pad_rows([[sample.reward for sample in group] for group in groups], np.nan)
 
 
-def _component_table(groups: list[list[Sample]], name: str) -> np.ndarray:
-    """All samples' values of one component, (B, G) float64, nan where a group has fewer samples."""
-    rows = [[sample.imputed_components[name] for sample in group] for group in groups]
+def _padded_component_table(groups: list[list[Sample]], reward_name: str) -> np.ndarray:
+    """
+    One reward component of all samples, (B, G) float64.
+
+    Groups with fewer than G samples are padded with nan.
+    """
+    rows = [[sample.imputed_components[reward_name] for sample in group] for group in groups]
     return pad_rows(rows, np.nan)
 
 
-def compute_turn_rewards(sample: Sample) -> list[float]:
+def turn_rewards_with_remainder_in_last_turn(sample: Sample) -> list[float]:
     """
-    The reward of each turn.
+    The reward of each turn of the sample.
 
-    A turn that was cut off gets 0. The last turn also gets that part of the sample's reward which
-    belongs to no turn.
+    A turn without a reward of its own gets 0. The rest of the sample's reward, which belongs to no
+    single turn, is added to the last turn.
     """
     turn_rewards = sample.turn_rewards or []
-    rewards = turn_rewards + [0.0] * (len(sample.spans) - len(turn_rewards))
+    rewards = turn_rewards + [0.0] * (len(sample.turn_spans) - len(turn_rewards))
     rewards[-1] += sample.reward - sum(turn_rewards)
     return rewards
 
 
-def spread_over_tokens(sample: Sample, advantages: np.ndarray) -> float | np.ndarray:
-    """A sample's advantage () as a float, or its turns' advantages (K,) repeated per token (T,)."""
+def repeat_turn_advantages_per_token(sample: Sample, advantages: np.ndarray) -> float | np.ndarray:
+    """
+    The advantage of each token, (T,), from the advantages of the turns, (K,).
+
+    If the sample has a single advantage, of shape (), it is returned as a float.
+    """
     if advantages.ndim == 0:
         return float(advantages)
-    lengths = [end - begin for begin, end in sample.spans]
+    lengths = [end - begin for begin, end in sample.turn_spans]
     return np.repeat(advantages[: len(lengths)], lengths)
 
 
-def is_trained(config: Config, sample: Sample) -> bool:
-    """Whether a sample counts in the loss; --truncated mask leaves out those cut off for length."""
+def counts_in_loss(config: Config, sample: Sample) -> bool:
+    """Whether a sample counts in the loss. --truncated mask excludes samples cut off by length."""
     return config.objective.truncated != "mask" or sample.finish_reason != "length"
 
 
-def has_advantage(sample: Sample) -> bool:
-    """Whether a sample has an advantage other than 0."""
+def has_nonzero_advantage(sample: Sample) -> bool:
+    """Whether the sample, or any of its tokens, has an advantage other than 0."""
     return bool(np.any(sample.advantage != 0))
 
 
-# ---- which samples are computed
+# ---- selecting the samples that pass through the model
 
 
 def mark_for_update(
     config: Config, samples: list[Sample], step: int, all_have_gradient: bool = False
 ) -> list[Sample]:
     """
-    All samples, with `has_gradient` and `weight` (the weight in statistics) set.
+    Copies of all samples with `has_gradient` and `weight` set. A weight of 0 leaves a sample out.
 
-    A sample that --truncated mask leaves out gets no tokens, so no mean counts it. A sample whose
-    advantage is 0 has no gradient, unless `all_have_gradient` is set, and is not computed. One in
-    MEASURED_OF of these samples is computed nevertheless, so that means stay unbiased; it
-    represents all of them in proportion to their tokens. Each step chooses others.
+    If --truncated mask excludes a sample, no average counts the sample or its tokens. A
+    sample whose advantage is 0 has no gradient, unless `all_have_gradient` is true. Most samples
+    without a gradient are left out. But one in MEASURED_OF samples without a gradient is computed.
+    The weights of these samples make them represent the tokens of all samples without a gradient,
+    so that averaged statistics stay unbiased. Each step computes different samples without a
+    gradient.
     """
     selected = []
     for sample in samples:
-        if not is_trained(config, sample):
+        if not counts_in_loss(config, sample):
             sample = sample._replace(loss_positions=(), weight=0.0)
-        has_gradient = sample.weight > 0 and (all_have_gradient or has_advantage(sample))
+        has_gradient = sample.weight > 0 and (all_have_gradient or has_nonzero_advantage(sample))
         selected.append(sample._replace(has_gradient=has_gradient))
 
     idle_rows = [
@@ -153,7 +176,7 @@ def mark_for_update(
     if not idle_rows:
         return selected
     num_measured = math.ceil(len(idle_rows) / MEASURED_OF)
-    # neighbors are chosen, because they mostly share a prompt
+    # neighboring rows are chosen, because most of them share a prompt, which is computed only once
     places = range(step * num_measured, (step + 1) * num_measured)
     measured_rows = [idle_rows[place % len(idle_rows)] for place in places]
     num_idle_tokens = sum(len(selected[row].loss_positions) for row in idle_rows)

@@ -1,7 +1,7 @@
 """
-Generation: the model writes the responses of a step's samples.
+Lets the model generate the responses for the samples of a step.
 
-This file does not cover how tokens are drawn (sampler.py) or how tools answer (tools/episodes.py).
+Tokens are sampled in sampler.py, and tool calls are answered in tools/episodes.py.
 
 Axes: N samples.
 """
@@ -16,13 +16,13 @@ import gwen
 import sampler
 from disk import ends
 from machine import memory, world
-from prompts.examples import prompt_text
+from prompts.examples import last_user_text
 from rewards.statements import open_thought_text
 from step.sample import EMPTY, Sample
 from tools.episodes import Episodes
 from tools.toolbox import Toolbox
 
-# number of tokens at a prompt's end in which a tag that opens a thought is looked for
+# only this many tokens at the end of a prompt are searched for a tag that opens a thought
 PROMPT_END = 64
 
 
@@ -39,15 +39,16 @@ def generate_completions(
     weights: Mapping[str, float] = EMPTY,
 ) -> tuple[list[Sample], sampler.RolloutStats]:
     """
-    The samples with their responses, and the cost of generating them.
+    Copies of the samples with their responses, and the time that generating them took.
 
-    Each rank generates whole groups.
+    Each rank generates the responses for some of the prompts, and all ranks return all samples.
 
-    key: random numbers depend only on (key, row); pass a new key for each rollout. batch_size: as
-    in `sampler.rollout`. toolbox: the tools and environments that samples may call. seed: the
-    environments' seed. weights: the weights of the rewards that environments give.
+    key: all random numbers depend only on this key and on the row, so pass a new key for each
+    rollout. batch_size: see `sampler.rollout`. toolbox: the tools and environments that the policy
+    may call. seed: the seed of the environments. weights: the weights of the rewards that the
+    environments give.
 
-    Raises ValueError that names the prompt if a log-probability is not finite.
+    Raises ValueError, which names the prompt, if a log-probability is not finite.
     """
     episodes = None
     if toolbox:
@@ -80,9 +81,9 @@ def generate_completions(
                 episodes=episodes,
             )
         except sampler.NotFinite as error:
-            text = prompt_text(local_samples[error.row].example["prompt"])
-            raise ValueError(f"{error}. The prompt: {text!r:.200}") from error
-        texts = decode_with_thoughts(tokenizer, rollout, prompts, model.config.end_ids)
+            text = last_user_text(local_samples[error.row].example["prompt"])
+            raise ValueError(f"{error}. The prompt was {text!r:.200}") from error
+        texts = decode_with_opening_think_tags(tokenizer, rollout, prompts, model.config.end_ids)
         local_fields = dict(zip(local_rows, rollout_fields(rollout, texts), strict=True))
         stats = rollout.stats
         tokens_per_second = float(rollout.lengths.sum()) / (stats.prefill_s + stats.decode_s)
@@ -90,22 +91,24 @@ def generate_completions(
     stats = stats._replace(speeds=tuple(world.all_gather(tokens_per_second)))
     distinct_prompts = sorted({tuple(sample.prompt) for sample in samples})
     prompts_crc = zlib.crc32(repr(distinct_prompts).encode())
-    all_fields = world.gather_by_number(local_fields, f"samples of the prompts {prompts_crc:x}")
-    control_tokens = ends.control_tokens(tokenizer, params.eos_ids)
+    all_fields = world.gather_sorted_by_number(
+        local_fields, f"samples of the prompts {prompts_crc:x}"
+    )
+    control_tokens = ends.control_tokens_without_ends(tokenizer, params.eos_ids)
     generated = []
     for sample, fields in zip(samples, all_fields, strict=True):
         sample = sample._replace(**fields)
-        controls = ends.find_controls(sample.prompt, sample.completion_ids, control_tokens)
+        controls = ends.find_control_tokens(sample.prompt, sample.completion_ids, control_tokens)
         generated.append(sample._replace(controls=controls))
     if episodes:
-        generated = episodes.attach_to_samples(generated, weights)
+        generated = episodes.add_conversations_to_samples(generated, weights)
     return generated, stats
 
 
 def rollout_fields(
     rollout: sampler.Rollout, texts: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """For each sample, the fields whose values come from a rollout and its texts."""
+    """For each row of a rollout, the values of the fields that the rollout sets in a `Sample`."""
     response_ids = rollout.sequences or rollout.ids
     loss_positions: Sequence[Sequence[int]] = rollout.places or [
         range(len(ids)) for ids in response_ids
@@ -128,15 +131,15 @@ def rollout_fields(
     return fields
 
 
-def decode_with_thoughts(
+def decode_with_opening_think_tags(
     tokenizer: Any, rollout: sampler.Rollout, prompts: Sequence[list[int]], eos_ids: Sequence[int]
 ) -> list[str]:
     """
-    The text of each row, (N,). It begins with the thought's opening tag if the prompt ends with it.
+    The decoded text of each row, with the tag that opens a thought if the prompt ends with it.
 
-    Some chat templates end a prompt with "<think>". Without that tag, a thought that was cut off
-    could not be told from an answer. With tools, each turn after a tool's result also begins with
-    the tag.
+    Some chat templates put the tag "<think>" at the end of the prompt. If the text did not begin
+    with this tag, a thought that was cut off would look like an answer. With tools, each turn after
+    a tool result also begins with the tag.
     """
     texts = sampler.decode_texts(tokenizer, rollout, eos_ids)
     openings: dict[tuple[int, ...], str] = {}
@@ -167,7 +170,11 @@ def decode_with_thoughts(
 def policy_ids_by_turn(
     response_ids: list[int], loss_positions: Sequence[int], eos_ids: set[int]
 ) -> list[list[int]]:
-    """The ids that the policy wrote in each turn, without end tokens. A gap separates two turns."""
+    """
+    The ids that the policy wrote in each turn, without end tokens.
+
+    A new turn begins wherever `loss_positions` has a gap.
+    """
     turns: list[list[int]] = []
     for number, place in enumerate(loss_positions):
         if number == 0 or loss_positions[number - 1] != place - 1:

@@ -1,8 +1,7 @@
 """
-The loss of a step: a batch goes through the policy, which gives the batch's part of the loss.
+Computes the loss of a batch with the policy and a loss function.
 
-This file does not cover the arithmetic of the losses (grpo.py) or the gradient and the optimizer
-(update.py).
+The loss functions are in grpo.py. The gradient and the optimizer are in update.py.
 
 Axes: M rows of a batch, T tokens that the policy wrote.
 """
@@ -13,25 +12,28 @@ import mlx.core as mx
 
 import grpo
 import gwen
-from config import Config, Sizes
+from config import Config, MemoryDependentSizes
 from layers import divergence, lm_head, softmax
 from step.batch import Batch, completion_hidden_states
 
-SUMS = ("kl", "clip_frac")  # sums that a loss returns over the counted tokens; recorded as means
-# how the policy before the update differs from the sampler
+# the statistics that a loss function may return as sums over the counted tokens
+SUMS = ("kl", "clip_frac")
+# statistics of how much the policy before the update differs from the sampler
 GAPS = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
 MISMATCH = tuple(f"mismatch/{name}" for name in GAPS)
-# Each step's statistics, as in `metrics.jsonl`: means over the counted tokens, or maxima if the
-# name ends in `_max`.
+# The statistics of each step, with their names in `metrics.jsonl`. They are means over the counted
+# tokens, or maxima if the name ends in `_max`.
 MEASURED = ("kl", "distill/kl", "entropy", "clip_frac", *MISMATCH)
-MISMATCH_CAP = 3.0  # the largest ratio of trainer to sampler that is trusted
+# a larger ratio of the trainer's probability to the sampler's probability is not trusted
+MISMATCH_CAP = 3.0
 
 
 class BatchLoss(NamedTuple):
-    """A batch's part of a step's loss."""
+    """The contribution of one batch to the loss and the statistics of a step."""
 
-    loss: mx.array  # (); the parts of all batches add up to the step's loss
-    logprobs: mx.array  # (M, T), for the tokens that the policy wrote
+    loss: mx.array  # a scalar; the loss of a step is the sum over all its batches
+    logprobs: mx.array  # (M, T) of the tokens that the policy wrote
+
     # statistics over the counted tokens: sums, or maxima if the name ends in `_max`
     sums: dict[str, mx.array]
 
@@ -40,39 +42,45 @@ class UpdateResult(NamedTuple):
     """
     The result of all optimizer steps on one rollout, as Python numbers.
 
-    Unless a comment says otherwise, a figure is the mean over these steps. It is None if it was not
-    measured.
+    Unless a comment says otherwise, a number is the mean over these optimizer steps. A number that
+    was not measured is None.
     """
 
-    lr: float  # as scheduled
-    lr_scale: float  # the factor on `lr` in the last step
-    num_skipped: int  # skipped steps since the run began
-    loss_scale: float  # after the last step
+    lr: float  # the scheduled learning rate
+    lr_scale: float  # the factor on `lr` in the last optimizer step
+    num_skipped: int  # number of optimizer steps skipped since the run began
+    loss_scale: float  # the loss scale after the last optimizer step
     means: dict[str, float | None]  # the statistics that MEASURED names
-    num_loss_tokens: int = 0  # counted tokens
-    num_with_gradient: int = 0  # rows with a gradient
+    num_loss_tokens: int = 0  # number of counted tokens
+    num_with_gradient: int = 0  # number of rows with a gradient
     loss: float | None = None
-    grad_norm: float | None = None  # before clipping
-    moved: float | None = None  # KL between the policies before the first and after the last step
-    num_backtracks: int = 0  # how often a step went too far and was shortened
-    num_skipped_now: int = 0  # steps skipped because their gradient was not finite
-    num_forwards: int = 0  # rows computed, including the reference's
-    pad_frac: float | None = None  # fraction of the computed positions that is padding
+    grad_norm: float | None = None  # the norm of the gradient before clipping
+
+    # the KL between the policies before the first and after the last optimizer step
+    moved: float | None = None
+    num_backtracks: int = 0  # how often a step moved the policy too far and was shortened
+    num_skipped_now: int = 0  # number of steps skipped because the gradient was not finite
+    num_forwards: int = 0  # forward passes of rows, including those of the reference model
+    pad_frac: float | None = None  # fraction of the computed positions that are padding
 
 
 def make_objective(config: Config) -> grpo.Objective:
+    """The settings that a loss function in grpo.py needs, taken from the run's settings."""
     names = set(grpo.Objective._fields) - {"max_tokens"}
     settings = {name: getattr(config.objective, name) for name in names}
     return grpo.Objective(**settings, max_tokens=config.sampling.max_tokens)
 
 
 class StepLoss:
-    """The loss that a run's settings define, used in every step."""
+    """Computes the loss that a run's settings define."""
 
     def __init__(
-        self, config: Config, sizes: Sizes, loss_function: grpo.LossFunction | None = None
+        self,
+        config: Config,
+        sizes: MemoryDependentSizes,
+        loss_function: grpo.LossFunction | None = None,
     ):
-        """loss_function: a user's own loss, in place of the one that `--loss-type` names."""
+        """loss_function: a user's own loss function; None for the one that --loss-type names."""
         self.config = config
         self.checkpoint_layers = sizes.checkpoint_layers
         self.objective = make_objective(config)
@@ -80,20 +88,20 @@ class StepLoss:
         self.temperature = config.sampling.temp
         self.head = "frozen" if config.model.lora_rank else "trained"
         sampling = config.sampling
-        # the tokens that the sampler may draw; None: all
+        # which tokens the sampler may draw; None if it may draw all tokens
         self.support = softmax.Support.from_settings(sampling.top_p, sampling.top_k, sampling.min_p)
         # whether a sample may have a gradient although its advantage is 0
         self.all_have_gradient = bool(
             self.objective.beta or config.objective.teacher or loss_function is not None
         )
 
-    def logprobs(
+    def logprobs_and_entropies(
         self, model: gwen.Model, batch: Batch, gradient: bool = False
     ) -> tuple[mx.array, mx.array]:
         """
-        The tokens' log-probabilities, each given all tokens before it, and entropies, (M, T) each.
+        The log-probability of each token, and the entropy of the distribution at that token.
 
-        gradient: whether the log-probabilities need a gradient.
+        Both are (M, T). gradient: whether the log-probabilities need a gradient.
         """
         return lm_head.token_logprobs(
             completion_hidden_states(model, batch, self.checkpoint_layers),
@@ -105,11 +113,11 @@ class StepLoss:
             gradient=gradient,
         )
 
-    def compute(self, model: gwen.Model, batch: Batch) -> BatchLoss:
-        """A batch's part of the step's loss."""
+    def compute_batch_loss(self, model: gwen.Model, batch: Batch) -> BatchLoss:
+        """Computes the contribution of the batch to the loss and the statistics of the step."""
         divergences = None
         if batch.lesson is None:
-            logprobs, entropies = self.logprobs(model, batch, gradient=True)
+            logprobs, entropies = self.logprobs_and_entropies(model, batch, gradient=True)
         else:
             divergences, logprobs, entropies = divergence.token_divergences(
                 completion_hidden_states(model, batch, self.checkpoint_layers),
@@ -121,7 +129,7 @@ class StepLoss:
                 head=self.head,
             )
 
-        if batch.old_logprobs is None:  # the current policy is the old one
+        if batch.old_logprobs is None:  # the policy has not changed since the update began
             old_logprobs = mx.stop_gradient(logprobs)
         else:
             old_logprobs = batch.old_logprobs
@@ -139,31 +147,33 @@ class StepLoss:
             **batch.columns,
         )
         loss, sums = self.loss_function(tokens, self.objective)
-        assert sums.keys() <= set(MEASURED), f"{sums.keys()}: these are recorded: {MEASURED}"
+        assert sums.keys() <= set(MEASURED), f"unknown statistic among {sums.keys()}"
 
         counted = batch.mask * batch.weights
         stats = {"loss": loss, "entropy": (entropies * counted).sum()}
         if batch.sampled_logprobs is not None:
-            stats |= measure_mismatch(old_logprobs, batch.sampled_logprobs, batch.mask, counted)
+            stats |= measure_mismatch_with_sampler(
+                old_logprobs, batch.sampled_logprobs, batch.mask, counted
+            )
         return BatchLoss(loss, logprobs, stats | sums)
 
 
-def measure_mismatch(
-    logprobs: mx.array, sampled_logprobs: mx.array, mask: mx.array, counted: mx.array
+def measure_mismatch_with_sampler(
+    logprobs: mx.array, sampled_logprobs: mx.array, mask: mx.array, token_weights: mx.array
 ) -> dict[str, mx.array]:
     """
-    The distance of log-probabilities (M, T) from the sampler's: the statistics named in MISMATCH.
+    Compares log-probabilities (M, T) with those of the sampler. Returns the statistics in MISMATCH.
 
-    counted (M, T): mask times weights.
+    token_weights (M, T): the mask times the weights of the rows.
     """
     gap = mx.abs(logprobs - sampled_logprobs) * mask
     ratio = grpo.importance_ratio(logprobs, sampled_logprobs, mask, "token") * mask
     is_over_cap = ratio > MISMATCH_CAP
     stats = (
-        (gap * counted).sum(),
+        (gap * token_weights).sum(),
         gap.max(),
-        (ratio * counted).sum(),
+        (ratio * token_weights).sum(),
         ratio.max(),
-        (is_over_cap * counted).sum(),
+        (is_over_cap * token_weights).sum(),
     )
     return dict(zip(MISMATCH, stats, strict=True))

@@ -1,10 +1,10 @@
 """
-A user's own loss and advantage functions, tried on a few tokens before a model is loaded.
+Loads a user's own loss and advantage functions, and tries them out before a model is loaded.
 
-    --loss-type FILE.py:function    (Tokens, Objective) -> Loss, in place of a row of grpo.LOSSES
+Gwen's own losses and advantages are in grpo.py. A user sets these flags:
+
+    --loss-type FILE.py:function    (Tokens, Objective) -> Loss, like the functions in grpo.LOSSES
     --advantage FILE.py:function    rewards (B, G) float64 -> advantages (B, G)
-
-This file does not cover our own losses and advantages (grpo.py).
 
 Axes: B groups, G samples in a group.
 """
@@ -19,28 +19,28 @@ import numpy as np
 import grpo
 from config import Config, is_user_function
 from prompts.examples import shorten_value
-from rewards.functions import describe_raised, load_function, place_suffix
-from step.advantages import Advantage
+from rewards.functions import describe_error_in_function, file_and_line_suffix, load_function
+from step.advantages import AdvantageFunction
 from step.loss import SUMS, make_objective
 
 
 class CustomObjective(NamedTuple):
-    """A user's functions that replace ours. None means that ours is used."""
+    """A user's own functions. If a field is None, Gwen's function is used."""
 
     loss: grpo.LossFunction | None = None
-    advantage: Advantage | None = None
+    advantage: AdvantageFunction | None = None
 
 
-def load_custom_objective(config: Config) -> CustomObjective:
+def load_and_try_custom_objective(config: Config) -> CustomObjective:
     """
-    Loads and tries the functions that the settings name.
+    Loads the user's functions that the settings name, and tries each of them on made-up input.
 
     Raises ValueError, with file and line, if a function is missing, fails or trains nothing.
     """
     settings = config.objective
     loss = None
     if is_user_function(settings.loss_type):
-        loss = _load_loss(settings.loss_type, config)
+        loss = _load_and_try_loss(settings.loss_type, config)
     advantage = None
     if is_user_function(settings.advantage):
         _, function = load_function("--advantage", settings.advantage)
@@ -52,22 +52,22 @@ def load_custom_objective(config: Config) -> CustomObjective:
 # ---- a user's loss
 
 
-def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
-    """Loads a user's loss, and tries it on two rows of tokens."""
+def _load_and_try_loss(spec: str, config: Config) -> grpo.LossFunction:
+    """Loads a user's loss function, and tries it on two rows of made-up tokens."""
     _, function = load_function("--loss-type", spec)
-    label = f"--loss-type {spec}{place_suffix(function)}"
+    label = f"--loss-type {spec}{file_and_line_suffix(function)}"
     objective = make_objective(config)
     tokens = _make_trial_tokens(has_reference=bool(config.objective.beta))
 
-    loss = _try_out(label, function, lambda: function(tokens, objective))
-    _check_loss_form(label, loss)
+    loss = _compute_or_raise_with_location(label, function, lambda: function(tokens, objective))
+    _raise_if_loss_has_wrong_type_or_sums(label, loss)
 
     def loss_value(logprobs: mx.array, advantages: mx.array) -> mx.array:
         changed = tokens._replace(logprobs=logprobs, advantages=advantages)
         return function(changed, objective).value
 
     gradient_of_loss = mx.grad(loss_value)
-    gradient = _try_out(
+    gradient = _compute_or_raise_with_location(
         label, function, lambda: gradient_of_loss(tokens.logprobs, tokens.advantages)
     )
     _check_gradient(label, loss, gradient, tokens.mask)
@@ -76,15 +76,19 @@ def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
     uses_advantages = not mx.array_equal(gradient, opposite).item()
     raises_loss = (gradient * tokens.advantages).sum().item() > 0
     if raises_loss and uses_advantages:
-        raise ValueError(f"{label} falls as better answers become less likely; turn its sign")
+        raise ValueError(
+            f"{label} gets smaller when better answers become less likely; reverse the sign of the "
+            "loss"
+        )
 
     value = loss.value.item()
-    row_values = [function(_take_row(tokens, row), objective).value.item() for row in range(2)]
+    row_values = [function(_keep_only_row(tokens, row), objective).value.item() for row in range(2)]
     total = sum(row_values)
     if abs(value - total) > 1e-4 * max(abs(value), 1):
         raise ValueError(
-            f"{label} gave {value:.4g} for two rows and {total:.4g} for one and one; divide by "
-            "tokens.num_items or tokens.num_rows and not by what a micro-batch has"
+            f"{label} returned {value:.4g} for two rows together, but {total:.4g} as the sum over "
+            "the same rows one by one; divide by tokens.num_items or tokens.num_rows, and not by "
+            "the size of the micro-batch"
         )
     return function
 
@@ -105,8 +109,8 @@ def _make_trial_tokens(has_reference: bool) -> grpo.Tokens:
     )
 
 
-def _take_row(tokens: grpo.Tokens, row: int) -> grpo.Tokens:
-    """One row of the tokens, (1, T). The counts for the whole step stay the same."""
+def _keep_only_row(tokens: grpo.Tokens, row: int) -> grpo.Tokens:
+    """The tokens of one row, (1, T). The counts for the whole step stay the same."""
     fields = []
     for value in tokens:
         if isinstance(value, mx.array):
@@ -115,8 +119,8 @@ def _take_row(tokens: grpo.Tokens, row: int) -> grpo.Tokens:
     return grpo.Tokens._make(fields)
 
 
-def _check_loss_form(label: str, loss: Any) -> None:
-    """Raises ValueError unless `loss` is a grpo.Loss of scalars whose sums have known names."""
+def _raise_if_loss_has_wrong_type_or_sums(label: str, loss: Any) -> None:
+    """Raises ValueError unless `loss` is a grpo.Loss of scalar arrays with the allowed sums."""
     has_form = isinstance(loss, grpo.Loss) and isinstance(loss.sums, dict)
     if has_form:
         values = [loss.value, *loss.sums.values()]
@@ -124,26 +128,28 @@ def _check_loss_form(label: str, loss: Any) -> None:
         has_form = are_scalars and loss.value.dtype == mx.float32
     if not has_form:
         raise ValueError(
-            f"{label} gave {shorten_value(loss)}; return grpo.Loss(value, sums), a float32 array "
-            "of no axes and a dictionary of arrays of no axes"
+            f"{label} returned {shorten_value(loss)}; return grpo.Loss(value, sums), where value "
+            "is a scalar float32 array and sums is a dictionary of scalar arrays"
         )
     unknown_sums = set(loss.sums) - set(SUMS)
     if unknown_sums:
         names = ", ".join(sorted(map(str, unknown_sums)))
-        raise ValueError(f"{label} gave the sums {names}; a loss has {' and '.join(SUMS)}")
+        raise ValueError(
+            f"{label} returned the sums {names}, but a loss may return only {' and '.join(SUMS)}"
+        )
 
 
 def _check_gradient(label: str, loss: grpo.Loss, gradient: mx.array, mask: mx.array) -> None:
-    """Raises ValueError if a gradient is not finite, not 0 on padding, or 0 everywhere."""
+    """Raises ValueError if a gradient is not finite, is not 0 at padding, or is 0 everywhere."""
     is_finite = mx.isfinite(loss.value) & mx.isfinite(gradient).all()
     if not is_finite.item():
         raise ValueError(
-            f"{label} gave the loss {loss.value.item()} with the gradient {gradient.tolist()}; "
+            f"{label} returned the loss {loss.value.item()} with the gradient {gradient.tolist()}; "
             "both must be finite"
         )
     if (gradient * (1 - mask) != 0).any().item():
         raise ValueError(
-            f"{label} has a gradient where tokens.mask is 0, which is padding; multiply by the mask"
+            f"{label} has a gradient at padding, where tokens.mask is 0; multiply by tokens.mask"
         )
     if not (gradient != 0).any().item():
         raise ValueError(
@@ -151,12 +157,18 @@ def _check_gradient(label: str, loss: grpo.Loss, gradient: mx.array, mask: mx.ar
         )
 
 
-def _try_out(label: str, function: Callable[..., Any], compute: Callable[[], Any]) -> Any:
-    """The result of `compute`. If `function` fails, raises ValueError with file and line."""
+def _compute_or_raise_with_location(
+    label: str, function: Callable[..., Any], compute: Callable[[], Any]
+) -> Any:
+    """
+    Calls `compute`, which calls the user's function, and returns the result.
+
+    If the user's function fails, raises ValueError with file and line.
+    """
     try:
         return compute()
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{label} {describe_raised(error, function)}") from error
+        raise ValueError(f"{label} {describe_error_in_function(error, function)}") from error
 
 
 # ---- a user's advantage
@@ -166,22 +178,26 @@ def compute_custom_advantages(
     spec: str, function: Callable[[np.ndarray], Any], rewards: np.ndarray
 ) -> np.ndarray:
     """
-    The advantages that a user's function gives to rewards, (B, G) float64 -> (B, G) float32.
+    Calls a user's advantage function with rewards (B, G) float64. Returns (B, G) float32.
 
-    Where a group has fewer samples, rewards are nan and advantages become 0. Raises ValueError if
-    the function fails, or returns another shape or a value that is not finite.
+    The rewards of missing samples are nan, and their advantages are set to 0.
+
+    Raises ValueError if the user's function fails, or if it returns an array of another shape or a
+    value that is not finite.
     """
-    label = f"--advantage {spec}{place_suffix(function)}"
-    advantages = _try_out(label, function, lambda: np.array(function(rewards.copy()), np.float32))
+    label = f"--advantage {spec}{file_and_line_suffix(function)}"
+    advantages = _compute_or_raise_with_location(
+        label, function, lambda: np.array(function(rewards.copy()), np.float32)
+    )
     if advantages.shape != rewards.shape:
         raise ValueError(
-            f"{label} gave the shape {advantages.shape} for rewards of shape {rewards.shape}; "
+            f"{label} returned the shape {advantages.shape} for rewards of shape {rewards.shape}; "
             "return one advantage for each reward"
         )
     advantages[np.isnan(rewards)] = 0
     if not np.isfinite(advantages).all():
         raise ValueError(
-            f"{label} gave {shorten_value(advantages.tolist())} for the rewards "
+            f"{label} returned {shorten_value(advantages.tolist())} for the rewards "
             f"{shorten_value(rewards.tolist())}; all advantages must be finite"
         )
     return advantages

@@ -1,10 +1,10 @@
 """
-A sample: one response to one prompt, with everything that a run finds out about it.
+A sample: one response to one prompt, with everything that a run computes for this response.
 
-A step is a list of samples. The list passes through the files in this directory, each of which
-returns it with more fields set: step/generation.py sets the responses, step/scoring.py the rewards,
-and step/advantages.py the advantages and which samples are trained. step/batch.py pads the samples
-for the model. reporting/journal.py writes each sample's record to `rollouts.jsonl`.
+A step is a list of samples. The functions in this directory take the list and return a copy of it
+with more fields set: step/generation.py sets the responses, step/scoring.py sets the rewards, and
+step/advantages.py sets the advantages and the weights. step/batch.py pads the samples for the
+model. reporting/journal.py writes a record of each sample to `rollouts.jsonl`.
 
 Axes: G samples of a group, N samples, T tokens of a sample that the policy wrote.
 """
@@ -17,72 +17,82 @@ import numpy as np
 
 from prompts.examples import Example
 
-EMPTY: dict[str, Any] = {}  # the default of fields that are not set yet; it must stay empty
+EMPTY: dict[str, Any] = {}  # the default of fields that are not set yet; never add anything to it
 
 
 class Sample(NamedTuple):
-    """A completion of a prompt, or a reply to learn."""
+    """One completion of a prompt, or one given reply for supervised fine-tuning."""
 
     prompt: list[int]
-    response_ids: list[int]  # all ids after the prompt, including those that tools inserted
-    # the indices in `response_ids` of the T tokens that the policy wrote
+    response_ids: list[int]  # all ids after the prompt, including those of tool results
+
+    # the T indices in `response_ids` of the tokens that the policy wrote
     loss_positions: Sequence[int]
-    group: int  # the number of its group in the step; samples in one group are compared
+    group: int  # the index of the group in the step; samples with the same index are compared
+
     # ---- set by step/generation.py
-    logprobs: np.ndarray | None = None  # (T,) as the sampler recorded them; None for a given reply
-    entropies: np.ndarray | None = None  # (T,) of each token's distribution, if requested
+    logprobs: np.ndarray | None = None  # (T,) recorded by the sampler; None for a given reply
+
+    # (T,) the entropy of the distribution from which each token was drawn; None if not requested
+    entropies: np.ndarray | None = None
     finish_reason: str = "stop"
-    example: Example = EMPTY  # the data set's row from which the prompt was made
+    example: Example = EMPTY  # the row of the data set from which the prompt was made
     text: str = ""
     columns: dict[str, Any] = EMPTY  # further arguments for reward functions
-    controls: Sequence[str] = ()  # distinct control tokens inside the response that end no turn
-    # the conversation if there are tools, in the form that `rollouts.jsonl` has
+    controls: Sequence[str] = ()  # distinct control tokens in the response that do not end a turn
+
+    # the conversation in the format of `rollouts.jsonl`; None if there are no tools
     conversation: dict[str, Any] | None = None
-    # an environment's weighted reward for each complete turn; None if it rewards no turns
+    # the environment's weighted reward for each complete turn; None if turns are not rewarded
     turn_rewards: list[float] | None = None
     # ---- set by step/scoring.py
-    reward_components: dict[str, float] = EMPTY  # before weighting; nan where unreadable
-    # the components with a weight; an unreadable one has the value of the mean it is compared with
+    reward_components: dict[str, float] = EMPTY  # values before weighting, nan if unreadable
+
+    # the components whose weight is not 0; an unreadable component is replaced by an average
     imputed_components: dict[str, float] = EMPTY
-    reward: float = 0.0  # weighted sum of the imputed components
-    scores: list[float] | None = None  # the judge's scores, nan where unreadable
-    extra_columns: dict[str, Any] = EMPTY  # the values that rewards passed to `log_extra`
+    reward: float = 0.0  # the weighted sum of the imputed components
+    scores: list[float] | None = None  # the judge's scores; an unreadable score is nan
+    extra_columns: dict[str, Any] = EMPTY  # the values that reward functions passed to `log_extra`
+
     # ---- set by step/advantages.py
-    advantage: float | np.ndarray = 0.0  # one for the sample, or (T,) one for each token
-    has_signal: bool = True  # whether any trained sample in its group has an advantage
-    rewards_differ: bool = True  # whether the rewards of its group differ by more than noise
+    advantage: float | np.ndarray = 0.0  # a single number, or (T,) with one number per token
+
+    # whether any sample in the group has an advantage other than 0 and counts in the loss
+    has_signal: bool = True
+    rewards_differ: bool = True  # whether the rewards in the group differ by more than noise
     has_gradient: bool = True
-    # How many tokens each of its tokens represents in statistics (entropy, KL). 0: it is left out.
+    # the number of tokens that each token of the sample represents in statistics such as the
+    # entropy; 0 if the sample is left out of the update
     weight: float = 1.0
 
     @property
     def completion_ids(self) -> list[int]:
-        """The T ids that the policy wrote."""
+        """The T token ids that the policy wrote."""
         return [self.response_ids[place] for place in self.loss_positions]
 
     @property
-    def logged_reward(self) -> float:
-        """The reward; nan if every component with a weight is unreadable."""
+    def reward_or_nan_if_unreadable(self) -> float:
+        """The reward, or nan if every component whose weight is not 0 is unreadable."""
         if all(math.isnan(self.reward_components[name]) for name in self.imputed_components):
             return math.nan
         return self.reward
 
     @property
-    def spans(self) -> list[list[int]]:
-        """The range [begin, end) in `response_ids` of each of the policy's turns."""
-        spans: list[list[int]] = []
+    def turn_spans(self) -> list[list[int]]:
+        """The [begin, end) indices in `response_ids` of each turn that the policy wrote."""
+        turn_spans: list[list[int]] = []
         for place in self.loss_positions:
-            if spans and spans[-1][1] == place:
-                spans[-1][1] += 1
+            if turn_spans and turn_spans[-1][1] == place:
+                turn_spans[-1][1] += 1
             else:
-                spans.append([place, place + 1])
-        return spans
+                turn_spans.append([place, place + 1])
+        return turn_spans
 
 
 def new_samples(
     examples: Sequence[Example], prompts: list[list[int]], group_size: int
 ) -> list[Sample]:
-    """`group_size` samples for each prompt, with empty responses."""
+    """Makes `group_size` samples with an empty response for each prompt."""
     samples = []
     for group, (prompt, example) in enumerate(zip(prompts, examples, strict=True)):
         samples += [Sample(prompt, [], (), group, example=example)] * group_size
@@ -91,9 +101,10 @@ def new_samples(
 
 def sample_from_conversation(ids: list[int], loss_positions: list[int], group: int = 0) -> Sample:
     """
-    The sample for a given prompt and reply. Its advantage is 1.
+    Makes a sample with an advantage of 1 from a given prompt and reply.
 
-    ids: the ids of prompt and reply; loss_positions: the indices in `ids` of the tokens to learn.
+    ids: the token ids of the prompt and the reply. loss_positions: the indices in `ids` of the
+    tokens that the model shall learn.
     """
     begin = loss_positions[0]
     positions = [place - begin for place in loss_positions]
@@ -101,7 +112,7 @@ def sample_from_conversation(ids: list[int], loss_positions: list[int], group: i
 
 
 def group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each group. The groups are in the order of their first samples."""
+    """The samples, divided into groups. The groups are in the order of their first samples."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
@@ -109,7 +120,7 @@ def group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def pad_rows(rows: Sequence[Sequence[float] | np.ndarray], padding: float = 0.0) -> np.ndarray:
-    """Rows of numbers as one padded array, (N, longest) float64."""
+    """The rows as one float64 array, padded on the right to the length of the longest row."""
     padded = np.full((len(rows), max(map(len, rows))), padding)
     for place, row in enumerate(rows):
         padded[place, : len(row)] = row

@@ -1,9 +1,9 @@
 """
-Scoring calls every reward function and the judge once per step; a sample's reward is the weighted
-sum of their values.
+Scores the samples of a step with every reward function and the judge.
 
-This file does not cover how a reward function is called (rewards/rewards.py), how a judge reads an
-answer (judge.py), or how rewards are compared (step/advantages.py).
+The reward of a sample is the weighted sum of the values that the reward functions and the judge
+give it. rewards/rewards.py calls the reward functions, judge.py contains the judge, and
+step/advantages.py compares the rewards within groups.
 
 Axes: N samples, J criteria in the rubric.
 """
@@ -12,20 +12,28 @@ from typing import Any
 
 import numpy as np
 
-from judging.rubrics import Grader, Judgement
-from prompts.examples import prompt_text
-from rewards.rewards import Logged, Reward, call_rewards
+from judging.grader import Grader, Judgement
+from prompts.examples import last_user_text
+from rewards.rewards import LoggedValues, Reward, call_rewards
 from rewards.statements import strip_thoughts
 from step.sample import Sample
 
-Weights = dict[str, float]  # the rewards' weights, by name
-MOST_REWARD = 1e15  # `rewards.call_reward` applies the same limit before weighting
+RewardWeights = dict[str, float]  # the weight of each reward, by the reward's name
+
+# The limit on the size of a weighted reward. `rewards.call_reward` applies the same limit to
+# rewards before they are weighted.
+MOST_REWARD = 1e15
 
 
 def compute_rewards(
-    rewards: dict[str, Reward], samples: list[Sample], weights: Weights | None = None
-) -> tuple[dict[str, np.ndarray], Logged]:
-    """Each reward's or verifier's values for all samples, (N,), and the values that they logged."""
+    rewards: dict[str, Reward], samples: list[Sample], weights: RewardWeights | None = None
+) -> tuple[dict[str, np.ndarray], LoggedValues]:
+    """
+    Calls each reward function with all samples.
+
+    Returns the values of each reward for the samples, (N,), and the values that the functions
+    logged.
+    """
     examples = [sample.example for sample in samples]
     texts = [sample.text for sample in samples]
     completion_ids = [sample.completion_ids for sample in samples]
@@ -41,11 +49,11 @@ def compute_rewards(
 
 def judge_samples(grader: Grader, samples: list[Sample]) -> Judgement:
     """
-    The judge's scores for the samples.
+    Calls the judge with all samples, and returns the judge's rewards and scores.
 
-    The judge reads only the text after a thought; a thought that never ends leaves no answer.
+    The judge reads only the text after a thought. If a thought never ends, the answer is empty.
     """
-    prompts = [prompt_text(sample.example["prompt"]) for sample in samples]
+    prompts = [last_user_text(sample.example["prompt"]) for sample in samples]
     answers = [strip_thoughts(sample.text) for sample in samples]
     return grader.score(prompts, answers)
 
@@ -53,38 +61,40 @@ def judge_samples(grader: Grader, samples: list[Sample]) -> Judgement:
 def assign_rewards(
     samples: list[Sample],
     components: dict[str, np.ndarray],
-    weights: Weights,
+    weights: RewardWeights,
     scores: np.ndarray | None = None,
     extra_columns: dict[str, list[Any]] | None = None,
     compares_whole_step: bool = False,
 ) -> list[Sample]:
     """
-    The samples, with rewards computed from their components.
+    Copies of the samples with their rewards and reward components set.
 
-    components: an array (N,) for each name. A component with weight 0 is a metric, which is only
-    recorded. scores (N, J): the judge's scores. extra_columns: for each name, the N values that
-    rewards logged. compares_whole_step: whether each sample is compared with the whole step instead
-    of its group.
+    components: the N values of each reward component, by name. A component with weight 0 is only
+    recorded as a metric. scores (N, J): the judge's scores. extra_columns: the N values that reward
+    functions logged under each name. compares_whole_step: whether each sample is compared with the
+    whole step instead of its group.
 
-    An unreadable score is replaced by the mean that it would be compared with. So the judge neither
-    rewards nor punishes that completion, and the completion's verifiers count in full. If a reward
-    function gave None for a completion, it is left out of that completion's sum.
+    If the judge's reward for a completion is unreadable, it is replaced by the mean of the judge's
+    other rewards in the group or step. An unreadable reward thus neither rewards nor punishes the
+    completion, whose other rewards count in full. If a reward function returned None for a
+    completion, the function adds nothing to the reward of that completion.
 
-    Raises ValueError if a weighted component passes MOST_REWARD.
+    Raises ValueError if a weighted component reaches MOST_REWARD.
     """
     counted = {name: values for name, values in components.items() if weights[name]}
     for name, values in counted.items():
         if (np.abs(weights[name] * values) >= MOST_REWARD).any():
             raise ValueError(
-                f"reward {name} times its weight {weights[name]:g} passes 1e15; start again with "
-                "lower --reward-weights"
+                f"the reward {name} times its weight {weights[name]:g} is 1e15 or more; start "
+                "again with lower --reward-weights"
             )
     imputed = {name: np.nan_to_num(values) for name, values in counted.items()}
     if "rubric" in imputed:
         groups = [0 if compares_whole_step else sample.group for sample in samples]
-        imputed["rubric"] = with_unreadable_imputed(counted["rubric"], np.array(groups))
+        imputed["rubric"] = with_nan_replaced_by_group_mean(counted["rubric"], np.array(groups))
 
-    # BLAS is avoided: its rounding may depend on the position, but equal rewards must stay equal
+    # BLAS is not used, because its rounding may depend on a value's position in the array, and
+    # equal rewards must stay equal
     totals = np.zeros(len(samples))
     for name, values in imputed.items():
         totals = totals + weights[name] * values
@@ -93,8 +103,8 @@ def assign_rewards(
     for row, sample in enumerate(samples):
         rewarded.append(
             sample._replace(
-                reward_components=_row_of(components, row),
-                imputed_components=_row_of(imputed, row),
+                reward_components=_values_of_row(components, row),
+                imputed_components=_values_of_row(imputed, row),
                 reward=float(totals[row]),
                 scores=None if scores is None else scores[row].tolist(),
                 extra_columns={name: values[row] for name, values in (extra_columns or {}).items()},
@@ -103,15 +113,16 @@ def assign_rewards(
     return rewarded
 
 
-def _row_of(columns: dict[str, np.ndarray], row: int) -> dict[str, float]:
+def _values_of_row(columns: dict[str, np.ndarray], row: int) -> dict[str, float]:
+    """One row's value in each column, by the column's name."""
     return {name: float(values[row]) for name, values in columns.items()}
 
 
-def with_unreadable_imputed(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+def with_nan_replaced_by_group_mean(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """
-    Values (N,) with each nan replaced by the mean of the readable values of its group.
+    A copy of the values (N,) in which each nan is replaced by the mean of the group's other values.
 
-    groups (N,): the group of each value. The mean of a group without readable values is 0.
+    groups (N,): the group of each value. If all values in a group are nan, they are replaced by 0.
     """
     filled = np.nan_to_num(values)
     for group in set(groups[np.isnan(values)].tolist()):

@@ -1,13 +1,11 @@
 """
-On-policy distillation: a teacher scores each token of the student's own completions.
+On-policy distillation: a student learns from a teacher's predictions for the student's completions.
 
-The loss is the divergence between the two distributions at each token (layers/divergence.py). The
-teacher is another model with the same tokenizer or, for --teacher self, the model before training.
-A prompt that only the teacher sees may precede the student's prompt. This file does not cover
-sampling, rewards or the optimizer.
+The loss is the divergence between the teacher's and the student's distributions at each token
+(layers/divergence.py). The teacher is another model with the same tokenizer or, for --teacher self,
+the model before training. The teacher may see an extra prompt before the student's prompt.
 
-Axes: M rows of a batch, T tokens that the policy wrote in a row, V vocabulary, C the student's
-hidden width, D the teacher's hidden width.
+Axes: M rows of a batch, T tokens that the policy wrote in a row, D the teacher's hidden width.
 """
 
 import re
@@ -29,7 +27,7 @@ from text.documents import read_text
 
 
 class Teacher:
-    """The teacher model, and the prompt that only the teacher sees."""
+    """The teacher model, and the extra prompt that only the teacher sees."""
 
     def __init__(
         self,
@@ -40,25 +38,28 @@ class Teacher:
         token_budget: int,
     ):
         """
-        Loads the teacher and its prompt.
+        Loads the teacher model and the teacher's extra prompt.
 
         base: the model before training, if disabling the student's adapters does not restore it.
         token_budget: the maximum number of positions in a batch.
 
-        Raises ValueError if the teacher does not load, has a different tokenizer, or lacks some of
-        the student's ids, or if the teacher's prompt cannot be read or is empty.
+        Raises ValueError if the teacher cannot be loaded, has a different tokenizer, or lacks some
+        of the student's token ids, or if the teacher's extra prompt cannot be read or is empty.
         """
         self.config = config
         self.tokenizer = tokenizer
         self.token_budget = token_budget
-        self.num_ids = len(student.head_weight)  # a larger model may have extra rows without tokens
+        self.num_ids = len(
+            student.head_weight
+        )  # a larger teacher may have further rows, without tokens
         self.extra_prompt: str | None = None
         path = config.objective.teacher_prompt
         if path:
             self.extra_prompt = read_text(path, f"--teacher-prompt {path}", 1).strip()
             if not self.extra_prompt:
                 raise ValueError(
-                    f"--teacher-prompt {path} is empty; write into it what the teacher shall know"
+                    f"--teacher-prompt {path} is empty; write the prompt for the teacher "
+                    "into this file"
                 )
 
         name = config.objective.teacher
@@ -66,24 +67,27 @@ class Teacher:
             self.model = base or student
             self.model_config = student.config
             return
-        with model_choice.blame_flag("--teacher"):
+        with model_choice.name_flag_in_errors("--teacher"):
             self.model, teacher_tokenizer = gwen.load(name, frozen=True)
         self.model_config = self.model.config
-        refuse_other_tokenizer(name, tokenizer, teacher_tokenizer)
+        check_tokenizers_are_equal(name, tokenizer, teacher_tokenizer)
         if self.model_config.vocab_size < self.num_ids:
             raise ValueError(
-                f"--teacher {name} scores {self.model_config.vocab_size} ids, but "
-                f"{config.model.name} has {self.num_ids}; take a teacher that scores all of them"
+                f"--teacher {name} has {self.model_config.vocab_size} token ids, but "
+                f"{config.model.name} has {self.num_ids}; use a teacher with at least "
+                f"{self.num_ids} token ids"
             )
 
-    def render_prompts(self, examples: Iterable[Example]) -> list[list[int]]:
+    def encode_teacher_prompts(self, examples: Iterable[Example]) -> list[list[int]]:
         """
-        The ids of each prompt as the teacher sees it.
+        The token ids of each example's prompt as the teacher sees it, with the extra prompt.
 
         Raises ValueError if a prompt leaves no room for its completion.
         """
         if self.extra_prompt is not None:
-            examples = [prepend_text(self.extra_prompt, example) for example in examples]
+            examples = [
+                prepend_to_system_message(self.extra_prompt, example) for example in examples
+            ]
         return chat_template.encode_prompts(
             self.tokenizer,
             examples,
@@ -94,24 +98,29 @@ class Teacher:
         )
 
     def check_prompts(self, examples: list[Example], student_ids: list[list[int]]) -> None:
-        """Raises ValueError if a prompt is too long, or if the template drops the extra prompt."""
+        """
+        Checks that the teacher can read every prompt of the student.
+
+        Raises ValueError if a prompt is too long for the teacher, or if the chat template drops the
+        teacher's extra prompt.
+        """
         settings = self.config.objective
         context = self.model_config.max_position_embeddings
         longest = max(map(len, student_ids)) + self.config.sampling.max_tokens
         if longest > context:
             raise ValueError(
-                f"--teacher {settings.teacher} reads {context} tokens, but a prompt and its "
-                f"completion have {longest}; shorten the prompt or lower --max-tokens"
+                f"--teacher {settings.teacher} can read {context} tokens, but the longest prompt "
+                f"and its completion may have {longest}; shorten the prompt or lower --max-tokens"
             )
-        if self.extra_prompt is not None and self.render_prompts(examples) == student_ids:
+        if self.extra_prompt is not None and self.encode_teacher_prompts(examples) == student_ids:
             raise ValueError(
                 f"--teacher-prompt {settings.teacher_prompt}: the chat template of "
-                f"{self.config.model.name} leaves system messages out, so teacher and student see "
-                "the same prompt; take another model"
+                f"{self.config.model.name} drops system messages, so the teacher would see the "
+                "same prompt as the student; use another model"
             )
 
-    def add_lessons(self, samples: list[Sample], batches: list[Batch]) -> list[Batch]:
-        """The batches, with the teacher's hidden states and its head for our ids added."""
+    def add_teacher_hidden_states(self, samples: list[Sample], batches: list[Batch]) -> list[Batch]:
+        """Copies of the batches with the teacher's hidden states and output weights in `lesson`."""
         head_weight = self.model.head_weight[: self.num_ids]
         completed: list[Batch] = []
         with lora.with_initial_weights(self.model):
@@ -121,20 +130,21 @@ class Teacher:
                         states = completion_hidden_states(self.model, batch)
                     else:
                         states = self._hidden_states_with_extra_prompt(samples, batch)
-                    mx.eval(states)  # wait, so that the next batch can reuse this one's memory
-                    batch = batch._replace(lesson=divergence.Lesson(states, head_weight))
+                    mx.eval(states)  # wait, so that the next batch can reuse this batch's memory
+                    lesson = divergence.TeacherStatesAndHead(states, head_weight)
+                    batch = batch._replace(lesson=lesson)
                 completed.append(batch)
         return completed
 
     def _hidden_states_with_extra_prompt(self, samples: list[Sample], batch: Batch) -> mx.array:
         """
-        The teacher's hidden states of a batch, (M, T, D), if the teacher sees a longer prompt.
+        The teacher's hidden states for a batch, (M, T, D), computed with the extra prompt.
 
-        The longer prompts need batches of their own.
+        The prompts with the extra prompt are longer, so they are put into batches of their own.
         """
         rows = [samples[row] for row in batch.rows]
         examples = {sample.group: sample.example for sample in rows}
-        prompts = self.render_prompts(examples.values())
+        prompts = self.encode_teacher_prompts(examples.values())
         group_prompts = dict(zip(examples, prompts, strict=True))
         teacher_rows = [sample._replace(prompt=group_prompts[sample.group]) for sample in rows]
 
@@ -143,54 +153,55 @@ class Teacher:
         for part in make_batches(teacher_rows, self.token_budget):
             states = completion_hidden_states(self.model, part)
             all_states[mx.array(part.rows), : states.shape[1]] = states
-            mx.eval(all_states)  # wait, as above
+            mx.eval(all_states)  # wait, so that the next batch can reuse this batch's memory
         return all_states
 
 
-def refuse_other_tokenizer(name: str, student: Any, teacher: Any) -> None:
-    """
-    Raises ValueError if the tokenizers differ. It names the first id whose tokens differ.
-
-    name: the teacher's name.
-    """
-    student_tokens = {id_: token for token, id_ in student.get_vocab().items()}
-    teacher_tokens = {id_: token for token, id_ in teacher.get_vocab().items()}
+def check_tokenizers_are_equal(
+    teacher_name: str, student_tokenizer: Any, teacher_tokenizer: Any
+) -> None:
+    """Raises ValueError, which names the first difference, if the two tokenizers differ."""
+    student_tokens = {id_: token for token, id_ in student_tokenizer.get_vocab().items()}
+    teacher_tokens = {id_: token for token, id_ in teacher_tokenizer.get_vocab().items()}
     for id_ in sorted(student_tokens.keys() | teacher_tokens.keys()):
         student_token = student_tokens.get(id_)
         teacher_token = teacher_tokens.get(id_)
         if student_token != teacher_token:
             raise ValueError(
-                f"--teacher {name}: id {id_} is {shorten_value(teacher_token)} there and "
-                f"{shorten_value(student_token)} in the student's tokenizer; take a teacher with "
+                f"--teacher {teacher_name}: the token with the id {id_} is "
+                f"{shorten_value(teacher_token)} in the teacher's tokenizer and "
+                f"{shorten_value(student_token)} in the student's tokenizer; use a teacher with "
                 "the same tokenizer"
             )
 
-    student_special = sorted(set(student.all_special_ids))
-    teacher_special = sorted(set(teacher.all_special_ids))
+    student_special = sorted(set(student_tokenizer.all_special_ids))
+    teacher_special = sorted(set(teacher_tokenizer.all_special_ids))
     if student_special != teacher_special:
         raise ValueError(
-            f"--teacher {name}: its special tokens are {teacher_special}, the student's "
-            f"{student_special}; take a teacher with the same tokenizer"
+            f"--teacher {teacher_name}: the ids of the special tokens are {teacher_special} for "
+            f"the teacher and {student_special} for the student; use a teacher with the same "
+            "tokenizer"
         )
 
 
-def prepend_text(text: str, example: Example) -> Example:
+def prepend_to_system_message(text: str, example: Example) -> Example:
     """
-    A copy of the example with a text at the beginning of its system message.
+    A copy of the example with the text added at the beginning of the system message.
 
-    In the text, `{answer}` stands for the value in the example's column `answer`. Other columns
-    work in the same way.
+    In the text, `{answer}` is replaced by the value in the example's column `answer`, and so on for
+    every other column.
     """
     prompt = example["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if example.get("system") is not None:
         messages = [{"role": "system", "content": example["system"]}, *messages]
 
-    def fill_column(match: re.Match[str]) -> str:
+    def column_text_for_placeholder(match: re.Match[str]) -> str:
+        """The text of the column; the placeholder itself if the example lacks the column."""
         column = match[1]
         return _column_text(example.get(column, match[0]))
 
-    system = re.sub(r"\{(\w+)\}", fill_column, text)
+    system = re.sub(r"\{(\w+)\}", column_text_for_placeholder, text)
     if messages[0]["role"] == "system":
         system = f"{system}\n\n{messages[0]['content']}"
         messages = messages[1:]
@@ -198,7 +209,7 @@ def prepend_text(text: str, example: Example) -> Example:
 
 
 def _column_text(value: Any) -> str:
-    """A column's value as a text; a list of right answers is joined with "or"."""
+    """The value of a column as text. The items of a list are joined with "or"."""
     if isinstance(value, list):
         return " or ".join(map(str, value))
     return str(value)

@@ -1,10 +1,10 @@
 """
-Tasks: prompts, verifiable rewards, rubrics and held-out problems. Each task has its own file.
+Tasks, which combine prompts, verifiable rewards, rubrics and held-out problems.
 
-`make_task` puts the user's own data, reward functions, rubric and tools in place of the task's.
-This file uses no model. A user's mistake raises a ValueError with one line that names the value and
-the fix. This file does not cover reading data (prompts/data.py) and reward functions
-(rewards/rewards.py).
+Each task has its own file. `make_task` replaces the data, reward functions, rubric and tools of a
+task with those that the user gives. This file uses no model. A user's mistake raises a
+ValueError with one line, which names the wrong value and says how to correct it. This file does not
+cover how data is read (prompts/data.py) or how reward functions are called (rewards/rewards.py).
 """
 
 import importlib
@@ -20,50 +20,51 @@ from judging import rubrics
 from prompts import chats
 from prompts.examples import (
     Example,
+    did_you_mean,
     first_answer,
-    prompt_key,
-    prompt_text,
-    spread_evenly,
-    suggest_nearest,
+    hash_prompt,
+    last_user_text,
+    pick_evenly_spaced,
 )
-from prompts.held_out import load_sides
+from prompts.held_out import load_training_and_held_out
 from rewards.functions import load_functions
-from rewards.rewards import Reward, load_reward, reward_argument_names, reward_columns
+from rewards.rewards import Reward, load_reward, reward_argument_names, select_argument_names
 from settings.checks import check_settings
 from settings.sources import BUNDLED_TASKS, load_recipe
 from tasks import own
 from tasks.task import DATA, Sides, Task
 from tools import calls
 
-# the advantage settings that environments with `reward_per_turn` allow
+# the values of settings that are allowed with environments that have `reward_per_turn`
 TURN_SETTINGS = {
     "advantage": ["group"],
     "scale_rewards": ["group", "none"],
     "combine_rewards": ["sum"],
     "reward_gate": ["off"],
 }
-# the tasks, besides rg:NAME and ifeval
+# the names of all tasks except rg:NAME and ifeval
 NAMES = ("demo", "values", "gsm8k", "math", "own", "calculator", "guess", "env")
-HELD_OUT = "held_out.json"  # file in a run directory: the keys of the run's held-out prompts
+HELD_OUT = "held_out.json"  # the file in a run directory with the keys of the held-out prompts
 
 
 # ---- tasks by name
 
 
-def _import_task(name: str) -> Any:
+def _import_task_module(name: str) -> Any:
     """
-    The module of a task.
+    The Python module that defines a task.
 
-    The module has `TASK`, `load_examples` for the two sides, and maybe `read` for a record of
-    --data. The module of a task with parts in its name has `make_task` instead.
+    The module has `TASK`, and a function `load_examples` that loads the training and held-out
+    examples. The module may also have a function `read_record` that reads a record of --data. A
+    module for many tasks, such as tasks/rg.py for rg:NAME, has the function `make_task` instead.
     """
     module = "guess" if name == "env" else name
     return importlib.import_module(f"tasks.{module}")
 
 
-def bare_task(name: str) -> Task:
-    """The task of this name, without examples."""
-    task: Task = _import_task(name).TASK
+def load_task_without_examples(name: str) -> Task:
+    """The task with the given name, without its examples."""
+    task: Task = _import_task_module(name).TASK
     return task._replace(name="env", environments={}) if name == "env" else task
 
 
@@ -76,32 +77,36 @@ def load_task(
     held_out_keys: Collection[str] = (),
 ) -> Task:
     """
-    The task of this name with its own examples, or with the examples of `data` (see `load_sides`).
+    The task with the given name, with its own examples or those of `data`.
 
-    held_out: a source for the held-out side; evaluations give it without `data`. held_out_keys: see
-    `split_examples`.
-    Raises ValueError if the task is unknown, or if its data are missing or wrong.
+    `load_training_and_held_out` reads `data`.
+
+    held_out: a source of held-out examples; evaluations may pass it without `data`.
+    held_out_keys: the keys of prompts to hold out; see `split_examples`.
+    Raises ValueError if the task is unknown, or if its data is missing or wrong.
     """
     if name not in NAMES:
         raise ValueError(
-            f"--task {name!r} is unknown{suggest_nearest(name, NAMES)}; "
-            f"the tasks are {', '.join(NAMES)}, ifeval and rg:NAME"
+            f"--task is {name!r}, but the tasks are {', '.join(NAMES)}, ifeval and rg:NAME"
+            f"{did_you_mean(name, NAMES)}"
         )
-    task = bare_task(name)
-    module = _import_task(name)
+    task = load_task_without_examples(name)
+    module = _import_task_module(name)
     if data is None and held_out is None:
         train, test = module.load_examples()
         return task._replace(train=train, held_out=test)
 
-    read = getattr(module, "read", None)
-    train, test, notes = load_sides(data, held_out, columns, read, held_out_keys=held_out_keys)
-    if read is None and task.verifier and not _can_verify(task.verifier, test):
+    read = getattr(module, "read_record", None)
+    train, test, notes = load_training_and_held_out(
+        data, held_out, columns, read, held_out_keys=held_out_keys
+    )
+    if read is None and task.verifier and not _accepts_any_right_answer(task.verifier, test):
         task = task._replace(verifier=None)
     return task._replace(train=train, held_out=test, notes=notes)
 
 
-def _can_verify(verifier: Reward, examples: list[Example]) -> bool:
-    """Whether a verifier accepts some answer of the data, which shows that it can read them."""
+def _accepts_any_right_answer(verifier: Reward, examples: list[Example]) -> bool:
+    """Whether a verifier accepts any right answer of the data as a completion."""
     verdicts = verifier(
         prompts=[example["prompt"] for example in examples],
         completions=[first_answer(example) for example in examples],
@@ -119,31 +124,32 @@ def make_unrewarded_task(
     """
     The task of a run with its problems and its verifier, but without the user's rewards and tools.
 
-    It can be made even if the files of the user's rewards are gone. The parameters are those of
-    `make_task`.
+    The task can be made even if the files with the user's rewards no longer exist. The parameters
+    are the same as those of `make_task`.
     """
     data = config.data
     kind = data.task.partition(":")[0]
     source = data.path or held_out
     if kind in ("rg", "ifeval") and source:
         raise ValueError(
-            f"--data {source} and --task {data.task}, which makes its own problems; "
-            "leave one of them out"
+            f"--data is {source}, but --task {data.task} makes its own problems; "
+            "leave out one of the two flags"
         )
     if data.columns and not source:
         raise ValueError(
-            f"--columns {data.columns} renames columns of --data, which is not given; give both"
+            f"--columns {data.columns} renames columns of --data, but --data is missing; add it"
         )
     is_reasoning_gym = kind == "rg" and ":" in data.task
     if data.task_config and not is_reasoning_gym:
         raise ValueError(
-            f"--task-config {data.task_config} is for --task rg:NAME, not for --task {data.task}"
+            f"--task-config {data.task_config} is for --task rg:NAME, but --task is {data.task}; "
+            "leave out one of the two flags"
         )
 
     if is_reasoning_gym:
-        task = _import_task("rg").make_task(data.task, data.task_config or None)
+        task = _import_task_module("rg").make_task(data.task, data.task_config or None)
     elif kind == "ifeval":
-        task = _import_task("ifeval").make_task(data.task)
+        task = _import_task_module("ifeval").make_task(data.task)
     else:
         task = load_task(
             data.task,
@@ -157,8 +163,8 @@ def make_unrewarded_task(
         task = own.with_verifier(task, data.verifier, bool(data.reward))
     elif data.verifier:
         raise ValueError(
-            f"--verifier {data.verifier} compares with the answers of your own data, and "
-            f"--task {data.task} has its own; leave it out, or take --task own"
+            f"--verifier is {data.verifier}, but --task {data.task} has a verifier of its own; "
+            "leave out --verifier, or use --task own to train on your own data"
         )
     return task
 
@@ -169,10 +175,10 @@ def make_task(
     """
     The task of a run, with the user's data, rewards, rubrics and tools.
 
-    held_out: a source of evaluation data, all of which are held out. held_out_keys: keys of the
-    prompts that the run already holds out.
-    Raises ValueError with the name of the flag for mistakes in data, rewards or rubrics. All this
-    happens before a model is loaded.
+    held_out: a source of evaluation data, all of which is held out.
+    held_out_keys: the keys of the prompts that the run already holds out.
+    Raises ValueError for mistakes in data, rewards or rubrics; the message names the flag. Mistakes
+    are found before a model is loaded.
     """
     data = config.data
     task = make_unrewarded_task(config, held_out, held_out_keys)
@@ -181,43 +187,46 @@ def make_task(
 
     task = _choose_rubric(task, config)
     if data.reward:
-        task = _replace_rewards(task, config)
-    task = _with_tools(task, config)
+        task = _with_user_rewards(task, config)
+    task = _with_tools_and_environments(task, config)
     if config.objective.truncated == "punish":
         task = _with_length_penalty(task, config.sampling.max_tokens)
     if is_own and not (task.rewards or task.rubric or config.objective.teacher):
         own.refuse_unrewardable(task, source)
-    task = _with_weights(task, config)
+    task = _with_reward_weights(task, config)
     if config.evaluation.rubric:
         task = task._replace(witness=Path(config.evaluation.rubric))
     elif not task.rubric:
-        task = task._replace(witness=None)  # no judge gives a reward, so no witness is needed
+        task = task._replace(
+            witness=None
+        )  # without a reward from a judge, no second rubric is needed
 
     if is_own:
-        task = own.describe_own_task(task)
+        task = own.note_size_and_drop_unscorable(task)
     notes = list(task.notes)
     if source:
         hint = _read_teacher_prompt(config.objective.teacher_prompt)
         notes += own.note_unread_columns(task, data.columns, hint)
     if data.reward_gate == "form":
         notes.append(
-            "--reward-gate form: training pays only finished answers of a form; "
-            "evaluations have no gate"
+            "--reward-gate form: in training, only finished and well-formed answers earn a reward; "
+            "evaluations use no gate"
         )
-    notes += _judge_notes(config, task)
+    notes += _judge_warnings(config, task)
     if config.evaluation.every and not task.held_out:
         raise ValueError(
-            f"--data {data.path} holds out no prompt to evaluate; add prompts or set --eval-every 0"
+            f"no prompt of --data {data.path} is held out for evaluations; "
+            "add prompts, or set --eval-every 0"
         )
     return task._replace(notes=notes)
 
 
 def _choose_rubric(task: Task, config: Config) -> Task:
-    """The task with the rubric of --rubric, or without a rubric that nobody asked for."""
+    """The task with the rubric of --rubric, or without the task's rubric if a run replaces it."""
     data = config.data
     if data.rubric:
         return task._replace(rubric=Path(data.rubric), witness=None)
-    # the task's own rubric could outweigh the user's reward, and with a teacher only cost time
+    # the task's own rubric could outweigh the user's reward, and is not needed with a teacher
     has_own_reward = bool(data.reward) and "rubric" not in data.reward_weights
     if has_own_reward or config.objective.loss_type == "distill":
         return task._replace(rubric=None)
@@ -225,17 +234,18 @@ def _choose_rubric(task: Task, config: Config) -> Task:
 
 
 def _with_length_penalty(task: Task, max_tokens: int) -> Task:
-    """The task with the reward of --truncated punish, lower for completions near the limit."""
+    """The task with a reward that punishes completions about as long as --max-tokens."""
     if "soft_overlong" in task.rewards:
         raise ValueError(
-            "--truncated punish is the reward soft_overlong, which is given already; leave one out"
+            "--truncated punish adds the reward soft_overlong, which --reward names already; "
+            "leave out one of the two"
         )
     name, reward = load_reward(f"soft_overlong:{max_tokens}:{max(max_tokens // 5, 1)}")
     return task.with_reward(name, reward)
 
 
 def _read_teacher_prompt(path: str) -> str:
-    """The content of the file --teacher-prompt; "" if there is no such file."""
+    """The content of the file that --teacher-prompt names; "" if there is no such file."""
     file = Path(path)
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
@@ -245,15 +255,15 @@ def _read_teacher_prompt(path: str) -> str:
 
 def load_train_and_held_out(config: Config, run_dir: Path | None = None) -> Sides:
     """
-    The training and held-out examples of a run, or its conversations if the run is SFT.
+    The training examples and the held-out examples of a run; for SFT, these are conversations.
 
-    They can be loaded even if the files of the run's own rewards are gone. run_dir: the run's
-    directory, which records the run's held-out prompts.
+    The examples can be loaded even if the files with the user's rewards no longer exist.
+    run_dir: the directory of the run, in which the held-out prompts are recorded.
     """
     data = config.data
-    held_out_keys = read_held_out(run_dir) if run_dir else []
+    held_out_keys = read_held_out_keys(run_dir) if run_dir else []
     if config.objective.loss_type == "sft":
-        train, held_out, _ = chats.load_chats(data.path, data.columns, held_out_keys)
+        train, held_out, _ = chats.load_conversations(data.path, data.columns, held_out_keys)
         return train, held_out
     if data.reward:
         task = make_unrewarded_task(config, held_out_keys=held_out_keys)
@@ -263,14 +273,14 @@ def load_train_and_held_out(config: Config, run_dir: Path | None = None) -> Side
 
 
 def record_held_out_keys(run_dir: Path, held_out: Sequence[Example]) -> None:
-    """Records a run's held-out prompts, so that both sides stay the same even if its data grow."""
+    """Records which prompts a run holds out, so that they stay held out even if the data grows."""
     file = run_dir / HELD_OUT
     if not file.is_file():
-        file.write_text(json.dumps(sorted(map(prompt_key, held_out))), encoding="utf-8")
+        file.write_text(json.dumps(sorted(map(hash_prompt, held_out))), encoding="utf-8")
 
 
-def read_held_out(run_dir: str | Path) -> list[str]:
-    """The keys of a run's held-out prompts; [] if the run has not begun."""
+def read_held_out_keys(run_dir: str | Path) -> list[str]:
+    """The keys of the prompts that a run holds out; [] if the run has not recorded any."""
     file = Path(run_dir) / HELD_OUT
     return list(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
 
@@ -279,11 +289,11 @@ def warm_start_contamination_warnings(
     config: Config, train: list[Example], held_out: list[Example]
 ) -> list[str]:
     """
-    A warning if the run of --init-adapter was trained on prompts that are held out here.
+    A warning if the run that --init-adapter names was trained on prompts that are held out here.
 
-    --init-adapter may also name a checkpoint of that run. The last user messages are compared, but
-    not messages that this run trains on too. Returns [] without such a run, or if the data of that
-    run cannot be read.
+    The flag --init-adapter may name a run or a checkpoint of a run. Prompts are compared by their
+    last user message; prompts on which this run trains too are ignored. Returns [] if there are no
+    such prompts, if the flag names no run, or if the data of the named run cannot be read.
     """
     adapter = Path(config.model.init_adapter)
     directories = (adapter, *adapter.parents[:3])
@@ -295,26 +305,27 @@ def warm_start_contamination_warnings(
         earlier_train, _ = load_train_and_held_out(earlier_config, runs[0])
     except ValueError:
         return []
-    earlier_texts = {prompt_text(example["prompt"]) for example in earlier_train}
-    train_texts = {prompt_text(example["prompt"]) for example in train}
-    held_out_texts = [prompt_text(example["prompt"]) for example in held_out]
+    earlier_texts = {last_user_text(example["prompt"]) for example in earlier_train}
+    train_texts = {last_user_text(example["prompt"]) for example in train}
+    held_out_texts = [last_user_text(example["prompt"]) for example in held_out]
     num = sum(text in earlier_texts and text not in train_texts for text in held_out_texts)
     if not num:
         return []
     return [
-        f"WARNING: {num} of {len(held_out)} held-out prompts are among those that {runs[0]} was "
-        "trained on, and prove little: hold the same rows out in both, by a column split"
+        f"WARNING: {runs[0]} was trained on {num} of the {len(held_out)} held-out prompts, so an "
+        "evaluation on them proves little; hold out the same rows in both runs with a column "
+        "named split"
     ]
 
 
 # ---- rewards
 
 
-def _replace_rewards(task: Task, config: Config) -> Task:
+def _with_user_rewards(task: Task, config: Config) -> Task:
     """
     The task with the rewards of --reward, each with weight 1, instead of the task's own rewards.
 
-    The task's rubric and metrics stay.
+    The rubric and the metrics of the task are kept.
     """
     specs = []
     for spec in config.data.reward:
@@ -323,11 +334,13 @@ def _replace_rewards(task: Task, config: Config) -> Task:
     loaded = list(map(load_reward, specs))
     rewards = dict(loaded)
     if len(rewards) < len(loaded):
-        raise ValueError(f"--reward {' '.join(config.data.reward)}: two rewards have the same name")
+        raise ValueError(
+            f"--reward {' '.join(config.data.reward)}: two rewards have the same name; rename one"
+        )
     reserved = sorted(rewards.keys() & {"mean", "std", "zero_std_frac", "s", "none"})
     if reserved:
         raise ValueError(
-            f"--reward {reserved[0]}: reward/{reserved[0]} is a metric of its own; "
+            f"--reward {reserved[0]}: the name is reserved for the metric reward/{reserved[0]}; "
             "rename the function"
         )
     metrics = {
@@ -339,14 +352,14 @@ def _replace_rewards(task: Task, config: Config) -> Task:
     return task._replace(rewards=metrics | rewards, reward_weights=weights)
 
 
-def _with_weights(task: Task, config: Config) -> Task:
+def _with_reward_weights(task: Task, config: Config) -> Task:
     """
     The task with the weights of --reward-weights.
 
-    A reward of weight 0 is a metric. A rubric of weight 0 is removed, because its judge would cost
-    time to no purpose. With a teacher no reward is needed. A reward of the task itself that reads a
-    missing column is removed if its weight is 0.
-    Raises ValueError if the data lack a column that a reward with a weight reads.
+    A reward with weight 0 is only a metric. A rubric with weight 0 is removed, because its judge
+    would take time for nothing. A run with a teacher needs no reward. One of the task's own rewards
+    is removed if its weight is 0 and the data lacks a column that the reward reads.
+    Raises ValueError if the data lacks a column that a reward with a weight other than 0 reads.
     """
     given_weights = config.data.reward_weights
     names = list(task.rewards)
@@ -354,39 +367,47 @@ def _with_weights(task: Task, config: Config) -> Task:
         names.append("rubric")
     unknown = [name for name in given_weights if name not in names]
     if unknown:
-        raise ValueError(f"--reward-weights {unknown[0]}: the rewards are {', '.join(names)}")
+        raise ValueError(
+            f"--reward-weights names {unknown[0]}, but the rewards are {', '.join(names)}"
+        )
     weights = {name: given_weights.get(name, task.reward_weights.get(name, 1.0)) for name in names}
     rubric = task.rubric if weights.get("rubric") else None
     task = task._replace(reward_weights=weights, rubric=rubric)
     if not task.counted_rewards and task.rubric is None and not config.objective.teacher:
-        raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
+        raise ValueError(
+            "--reward-weights leaves no reward; give one of them a weight other than 0"
+        )
 
     columns = reward_argument_names(task.train or task.held_out, bool(task.environments))
     usable = dict[str, Reward]()
     for name, reward in task.rewards.items():
         try:
-            reward_columns(name, reward, columns)
+            select_argument_names(name, reward, columns)
         except ValueError as error:
             if config.data.reward:
                 raise
-            # this is a reward of the task, which the user may never have named
+            # the reward belongs to the task, and the user may not know it
             if weights[name] and config.objective.loss_type != "distill":
                 raise ValueError(
-                    f"{error}; {name} is a reward of --task {task.name}: "
-                    "give --reward, or --task values for a rubric alone"
+                    f"{error}; {name} is a reward of --task {task.name}, "
+                    "so add --reward, or use --task values to train with only a rubric"
                 ) from error
             continue
         usable[name] = reward
     return task._replace(rewards=usable)
 
 
-def environment_reward(kind: type) -> Reward:
-    """A reward function: the value of the environment's `get_reward`; None for other rows."""
+def make_environment_reward(kind: type) -> Reward:
+    """
+    Makes the reward function that returns the value of an environment's `get_reward`.
 
-    def select_rewards(earned: Sequence[tuple[str, Any]], **_: Any) -> list[Any]:
+    The function returns None for rows with another environment.
+    """
+
+    def rewards_of_environment(earned: Sequence[tuple[str, Any]], **_: Any) -> list[Any]:
         return [value if name == kind.__name__ else None for name, value in earned]
 
-    return select_rewards
+    return rewards_of_environment
 
 
 # ---- tools and environments
@@ -394,11 +415,15 @@ def environment_reward(kind: type) -> Reward:
 
 def load_tools(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
     """
-    The functions of --tools and the environments of --env, or those of the task.
+    The functions of --tools and the environments of --env by name, or those of the task.
 
-    The keys of the environments are their names; "" if there is only one environment.
+    The only environment may have the name "".
     """
-    task = bare_task(config.data.task) if config.data.task in NAMES else Task("", {}, {})
+    task = (
+        load_task_without_examples(config.data.task)
+        if config.data.task in NAMES
+        else Task("", {}, {})
+    )
     specs = config.tools.tools
     loaded = list[tuple[str, Any]]()
     for spec in specs:
@@ -407,85 +432,96 @@ def load_tools(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
     if len(functions) < len(loaded):
         raise ValueError(
             f"--tools {' '.join(specs)}: two tools have the same name; "
-            "rename one; a decorator keeps a function's name with functools.wraps"
+            "rename one of them; if they are decorated, functools.wraps preserves their names"
         )
     return functions or task.tools, _load_environments(config.tools.env) or task.environments
 
 
 def _load_environments(env: str) -> dict[str, Any]:
-    """The classes of --env, by name. env: FILE.py:Class, or a list of NAME=FILE.py:Class."""
+    """
+    The environment classes of --env, by name.
+
+    env: the value of --env, which is FILE.py:Class or a list of NAME=FILE.py:Class.
+    """
     environments: dict[str, Any] = {}
     for part in re.split(r",(?=\w+=)", env) if env else []:
         name, _, spec = part.rpartition("=")
         is_second_unnamed = bool(environments) and not name
         if name in environments or is_second_unnamed or "," in spec or "" in environments:
             raise ValueError(
-                f"--env {env}: several environments have a name each, as a=mine.py:A,b=mine.py:B"
+                f"--env is {env}; give each of several environments a different name, "
+                "as in a=mine.py:A,b=mine.py:B"
             )
         (environments[name],) = load_functions("--env", spec, kind="class").values()
     return environments
 
 
-def _with_tools(task: Task, config: Config) -> Task:
-    """The task with --tools and --env. Each environment's `get_reward` is a reward of weight 1."""
+def _with_tools_and_environments(task: Task, config: Config) -> Task:
+    """
+    The task with the tools of --tools and the environments of --env.
+
+    The method `get_reward` of each environment becomes a reward with weight 1.
+    """
     tools, environments = load_tools(config)
     task = task._replace(tools=tools, environments=environments)
     if config.tools.env:
         if not task.held_out:
-            # all rows may have one prompt, because the environment draws different tasks
-            num_held_out = _import_task("guess").NUM_HELD_OUT
-            task = task._replace(held_out=spread_evenly(task.train, num_held_out))
+            # rows with the same prompt may be on both sides, as environments draw different tasks
+            num_held_out = _import_task_module("guess").NUM_HELD_OUT
+            task = task._replace(held_out=pick_evenly_spaced(task.train, num_held_out))
         if not config.data.reward and not config.data.rubric:
             task = task._replace(rewards={}, reward_weights={}, rubric=None, verifier=None)
 
-    schemas = calls.tool_schemas("--tools", task.tools)
+    schemas = calls.make_tool_schemas("--tools", task.tools)
     for kind in environments.values():
-        shared = sorted(schemas.keys() & calls.environment_schemas(kind))
+        shared = sorted(schemas.keys() & calls.make_environment_schemas(kind))
         if shared:
             raise ValueError(
-                f"--env: {kind.__name__} and --tools both have a tool {shared[0]}; "
-                "rename one of them"
+                f"the environment {kind.__name__} of --env and the functions of --tools both have "
+                f"a tool {shared[0]}; rename one of them"
             )
         if hasattr(kind, "get_reward"):
-            task = task.with_reward(kind.__name__, environment_reward(kind))
+            task = task.with_reward(kind.__name__, make_environment_reward(kind))
     _check_environments(task, config)
     if task.tools or task.environments:
-        _refuse_completion_settings(task, config)
+        _refuse_settings_unfit_for_tools(task, config)
     return task
 
 
 def _check_environments(task: Task, config: Config) -> None:
-    """Raises ValueError if prompts, rewards or settings do not fit the environments."""
+    """Raises ValueError if the prompts, rewards or settings do not fit the environments."""
     if task.name == "env" and not task.environments:
-        raise ValueError("--task env talks with an environment; name it: --env FILE.py:Class")
+        raise ValueError("--task env needs an environment; name it with --env FILE.py:Class")
     examples = task.train + task.held_out
     if not task.environments and not all(example["prompt"] for example in examples):
         raise ValueError(
-            f"--data {config.data.path} has rows without a prompt; "
-            "name the environment that gives it: --env FILE.py:Class"
+            f"--data {config.data.path} has rows without a prompt; add a prompt to each row, "
+            "or name an environment that makes the prompts with --env FILE.py:Class"
         )
     if task.environments and not task.rewards and not task.rubric:
         raise ValueError(
-            f"--env {config.tools.env} has no method get_reward, and there is no --reward; add one"
+            f"--env {config.tools.env} has no method get_reward, and --reward is not given; "
+            "add one of the two"
         )
-    for kind in filter(calls.rewards_turns, task.environments.values()):
+    for kind in filter(calls.rewards_each_turn, task.environments.values()):
         if not callable(getattr(kind, "get_reward", None)):
             raise ValueError(
-                f"--env: {kind.__name__} has reward_per_turn and no method get_reward; add it"
+                f"the environment {kind.__name__} of --env has reward_per_turn, but no method "
+                "get_reward; add the method"
             )
         for name, allowed in TURN_SETTINGS.items():
             value = config.to_flags()[name]
             if value not in allowed:
                 flag = flag_of(name)
                 raise ValueError(
-                    f"{flag} {value} is for whole conversations, and {kind.__name__} has "
-                    f"reward_per_turn; take {flag} {allowed[0]}, or leave that out"
+                    f"{flag} {value} needs one reward per conversation, but {kind.__name__} has "
+                    f"reward_per_turn; use {flag} {allowed[0]}, or remove reward_per_turn"
                 )
 
 
-def _refuse_completion_settings(task: Task, config: Config) -> None:
-    """Raises ValueError for settings and columns that conversations with tools cannot use."""
-    # all examples of a side have the same keys as its first example
+def _refuse_settings_unfit_for_tools(task: Task, config: Config) -> None:
+    """Raises ValueError if a setting or column is given that does not work with tools."""
+    # all examples on a side have the same keys as the first example on that side
     first_examples = task.train[:1] + task.held_out[:1]
     unfit = []
     if any("chat_template_kwargs" in example for example in first_examples):
@@ -496,18 +532,18 @@ def _refuse_completion_settings(task: Task, config: Config) -> None:
         unfit.append("--stop")
     if unfit:
         raise ValueError(
-            f"{unfit[0]} is for completions without tools; leave it out, or --tools and --env"
+            f"{unfit[0]} does not work with tools; leave it out, or leave out --tools and --env"
         )
 
 
 # ---- the judge
 
 
-def _judge_notes(config: Config, task: Task) -> Iterator[str]:
+def _judge_warnings(config: Config, task: Task) -> Iterator[str]:
     """
-    A warning if a bundled judge has not learned the criteria of the rubrics.
+    Yields a warning if a bundled judge has not learned the criteria of the rubrics.
 
-    Raises ValueError for a rubric that cannot be read.
+    Raises ValueError if a rubric cannot be read.
     """
     loaded = [rubrics.load_rubric(path) for path in (task.rubric, task.witness) if path]
     judge = config.judge.model or config.model.name
@@ -523,6 +559,6 @@ def _judge_notes(config: Config, task: Task) -> Iterator[str]:
     strange = [criterion.name for criterion in criteria if criterion.text not in learned]
     if strange:
         yield (
-            f"WARNING: the judge {judge} has learned {knowledge}: its scores of "
-            f"{', '.join(strange)} are noise; name another with --judge-model"
+            f"WARNING: the judge {judge} has learned {knowledge}, so its scores for "
+            f"{', '.join(strange)} are noise; name another judge with --judge-model"
         )

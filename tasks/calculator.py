@@ -1,7 +1,7 @@
 """
-Arithmetic with a calculator that the model may call.
+The task `calculator`, in which the model may solve arithmetic problems with a calculator tool.
 
-A run with the third bundled model takes a few minutes.
+A run of the task with the third bundled model takes a few minutes.
 """
 
 import ast
@@ -15,7 +15,7 @@ from prompts.examples import Example
 from rewards.formulas import OPERATORS
 from tasks.task import Sides, Task
 
-LONGEST = 200  # the most characters of an expression
+LONGEST = 200  # the largest number of characters in an expression
 
 
 def calculator(expression: str) -> str:
@@ -33,7 +33,9 @@ def calculator(expression: str) -> str:
     odd = re.search(r"[^-+*/(). 0-9]|\* ?\*|/ ?/", text)
     if odd:
         raise ValueError(f"{odd[0]!r} is no number and none of + - * / ( )")
-    text = re.sub(r"(?<![\d.])0+(?=\d)", "", text)  # Python refuses numbers such as 05
+    text = re.sub(
+        r"(?<![\d.])0+(?=\d)", "", text
+    )  # leading zeros are removed, because Python refuses numbers such as 05
     try:
         value = _evaluate(ast.parse(text, mode="eval").body)
     except ZeroDivisionError as error:
@@ -46,7 +48,7 @@ def calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr) -> Fraction:
-    """The value of a parsed expression. Raises SyntaxError if it has more than arithmetic."""
+    """The value of a parsed expression. Raises SyntaxError for anything other than arithmetic."""
     match node:
         case ast.Constant(value=number):
             return Fraction(str(number))
@@ -58,7 +60,7 @@ def _evaluate(node: ast.expr) -> Fraction:
 
 
 def make_problem(rng: random.Random) -> Example:
-    """A random problem: a product plus or minus a number."""
+    """A random problem such as "What is 12 * 34 - 567?", with its answer."""
     a = rng.randrange(11, 100)
     b = rng.randrange(11, 100)
     c = rng.randrange(100, 1000)
@@ -68,7 +70,7 @@ def make_problem(rng: random.Random) -> Example:
 
 
 def correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 if the last line contains exactly one number and that number is right, else 0."""
+    """1 for a completion whose last line has exactly one number, which is the answer, else 0."""
     rewards = []
     for text, right in zip(completions, answer, strict=True):
         numbers = re.findall(r"-?\d+(?:\.\d+)?", text.rpartition("\n")[2])
@@ -77,7 +79,7 @@ def correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list
 
 
 def load_examples() -> Sides:
-    """2,000 problems to train on and 256 held-out ones, always the same."""
+    """2,000 problems to train on and 256 held-out problems, which are the same in every run."""
     rng = random.Random(0)
     problems = {}
     for _ in range(2400):

@@ -1,11 +1,15 @@
-"""Sums in words, for the bundled model. A run takes a minute or two on two CPU cores."""
+"""
+The task `demo`, in which the bundled model learns to answer sums that are written in words.
+
+A run of the task takes a minute or two on two CPU cores.
+"""
 
 import random
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from prompts.examples import Example, prompt_text
+from prompts.examples import Example, last_user_text
 from tasks.task import DATA, Sides, Task
 
 _SMALL = (
@@ -15,11 +19,11 @@ _SMALL = (
 _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
-# ---- numbers in words
+# ---- numbers written as words
 
 
 def number_words(number: int) -> str:
-    """A number from 0 to 99 in English words, as 42 -> "forty-two"."""
+    """A number from 0 to 99 in English words, such as "forty-two" for 42."""
     if number < 20:
         return _SMALL[number]
     tens, units = divmod(number, 10)
@@ -32,8 +36,8 @@ NUMBER_WORD = re.compile(rf"\b(?:{'|'.join(_LONGEST_FIRST)}|\d+)\b", re.IGNORECA
 
 
 def numbers_in(text: str) -> list[int]:
-    """The numbers that the text names in words (0 to 99) or digits, in their order."""
-    # casefold, because IGNORECASE takes "\u017f" for s
+    """The numbers in a text, in their order, written as words (0 to 99) or as digits."""
+    # casefold is needed, because with IGNORECASE the letter "\u017f" matches s
     words = [word.casefold() for word in NUMBER_WORD.findall(text)]
     return [int(word[:9]) if word.isdigit() else _NUMBERS[word] for word in words]
 
@@ -45,7 +49,11 @@ _THINGS = ["apples", "books", "coins", "eggs"]
 
 
 def make_problem(a: int, b: int, form: int) -> Example:
-    """A problem: a + b in one of three wordings. `carry`: whether the units add up to ten."""
+    """
+    The problem a + b in one of three wordings, with its answer.
+
+    The column `carry` says whether the last digits of a and b add up to at least ten.
+    """
     first = number_words(a)
     second = number_words(b)
     name = _NAMES[(a + b) % 4]
@@ -59,11 +67,11 @@ def make_problem(a: int, b: int, form: int) -> Example:
     return {"prompt": wordings[form], "answer": number_words(a + b), "carry": has_carry}
 
 
-def number_pairs(held_out: bool) -> list[tuple[int, int]]:
+def number_pairs_of_side(held_out: bool) -> list[tuple[int, int]]:
     """
-    The ordered pairs of the numbers 1 to 49 on one side of the split.
+    The ordered pairs of numbers from 1 to 49 on the held-out side or on the training side.
 
-    (a, b) and (b, a) are always on the same side.
+    The pairs (a, b) and (b, a) are always on the same side.
     """
     pairs = [(a, b) for a in range(1, 50) for b in range(a, 50)]
     random.Random(0).shuffle(pairs)
@@ -72,9 +80,11 @@ def number_pairs(held_out: bool) -> list[tuple[int, int]]:
     return sorted({pair for a, b in chosen for pair in ((a, b), (b, a))})
 
 
-def examples(held_out: bool, num: int) -> list[Example]:
-    """`num` different problems, always the same. Two in three have a carry."""
-    problems = [make_problem(a, b, form) for a, b in number_pairs(held_out) for form in range(3)]
+def choose_problems(held_out: bool, num: int) -> list[Example]:
+    """`num` different problems, the same in every run; two thirds of the problems have a carry."""
+    problems = [
+        make_problem(a, b, form) for a, b in number_pairs_of_side(held_out) for form in range(3)
+    ]
     rng = random.Random(0)
     rng.shuffle(problems)
     with_carry = [problem for problem in problems if problem["carry"]]
@@ -87,13 +97,13 @@ def examples(held_out: bool, num: int) -> list[Example]:
 
 
 def load_examples() -> Sides:
-    """2,000 problems to train on and 512 held-out ones."""
-    return examples(held_out=False, num=2000), examples(held_out=True, num=512)
+    """2,000 problems to train on and 512 held-out problems."""
+    return choose_problems(held_out=False, num=2000), choose_problems(held_out=True, num=512)
 
 
 # ---- answers
 
-# a word or sign in an answer -> "+" if it means plus, "=" if it means equals, "" for neither
+# word or sign in an answer -> "+" if it means plus, "=" if it means equals, or "" for neither
 _KINDS = (
     dict.fromkeys("plus and with + &".split(), "+")
     | dict.fromkeys("is are equals equal makes make gives give has have = :".split(), "=")
@@ -104,24 +114,24 @@ _KINDS = (
 )
 
 
-_SUM = re.compile(r"=?(?:(?:n\+)+n=)?n=?")  # "n", "the answer is n" or "n plus n is n"
+_SUM = re.compile(r"=?(?:(?:n\+)+n=)?n=?")  # the shape of "n", "the answer is n" or "n plus n is n"
 
 
 def correct(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
 ) -> list[float]:
     """
-    1 if the completion states the right answer and nothing false, else 0.
+    1 for a completion that states the right answer and nothing false, else 0.
 
-    The last number in the completion must be the right answer. Either there are no other numbers,
-    or the other numbers are exactly those of the problem, and the words between them state their
-    sum. A rule that reads only the last number would pay for "Twenty-seven plus twenty is
-    forty-two.", and a rule without the sum would pay for "Twenty-seven is forty-two.". A word that
-    belongs neither to a sum nor to the problem ("minus", "not", "hundred") could change the
-    meaning, so it makes the completion wrong.
+    The last number in the completion must be the right answer. If there are other numbers, they
+    must be exactly the numbers in the problem, and the words between the numbers must state the
+    sum. A rule that reads only the last number would accept "Twenty-seven plus twenty is
+    forty-two.", and a rule that ignores the words would accept "Twenty-seven is forty-two.". A word
+    that belongs neither to a sum nor to the problem, such as "minus", "not" or "hundred", could
+    change the meaning, and therefore makes the completion wrong.
     """
     return [
-        float(_is_right(prompt_text(prompt), text, str(right)))
+        float(_is_right(last_user_text(prompt), text, str(right)))
         for prompt, text, right in zip(prompts, completions, answer, strict=True)
     ]
 
@@ -133,13 +143,13 @@ def _is_right(problem: str, text: str, right: str) -> bool:
         return False
     if len(numbers) > 1 and sorted(numbers[:-1]) != sorted(numbers_in(problem)):
         return False
-    kinds = dict.fromkeys(_words(f"{problem} {right}"), "") | _KINDS | {"\0": "n"}
-    shape = "".join(kinds.get(word, "?") for word in _words(text))
+    kinds = dict.fromkeys(_words_and_signs(f"{problem} {right}"), "") | _KINDS | {"\0": "n"}
+    shape = "".join(kinds.get(word, "?") for word in _words_and_signs(text))
     return shape.count("n") == len(numbers) and _SUM.fullmatch(shape) is not None
 
 
-def _words(text: str) -> list[str]:
-    """The words and signs of a text in lower case. Each number becomes the sign "\\0"."""
+def _words_and_signs(text: str) -> list[str]:
+    """The words and signs of a text in lower case, with the sign "\\0" in place of each number."""
     return re.findall(r"\w+|[^\w\s]", NUMBER_WORD.sub("\0", text.lower()))
 
 

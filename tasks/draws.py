@@ -1,12 +1,12 @@
 """
-The prompts of each step, drawn from shuffled epochs or from endless problems.
+Draws the prompts of each training step, from shuffled epochs of the data or from endless problems.
 
-A resumed run draws exactly the prompts that it would have drawn. A draw depends only on the seed,
-the draw's number, and the state after the last whole step, which the checkpoint contains. The state
-changes only in `commit`, which ends a step. This file does not cover how problems are made
-(tasks/rg.py, tasks/ifeval.py).
+A resumed run draws exactly the prompts that it would have drawn without the interruption. The
+prompts of a draw depend only on the seed, the number of the draw, and the state after the last
+finished step, which is stored in the checkpoint. The state changes only in `commit`, which ends a
+step. This file does not cover how problems are made (tasks/rg.py, tasks/ifeval.py).
 
-Axes: B prompts of a draw.
+Axes: B is the number of prompts in a draw.
 """
 
 import random
@@ -16,15 +16,19 @@ from functools import lru_cache
 from typing import Any
 
 from config import Config
-from prompts.examples import Example, prompt_key
-from tasks.task import Problems
+from prompts.examples import Example, hash_prompt
+from tasks.task import EndlessProblems
 
 Draw = tuple[list[Example], list[list[int]]]  # B examples, and the token ids of their prompts
-PATIENCE = 1000  # the search for a new prompt ends after so many places in a row without one
+PATIENCE = 1000  # the search for new prompts ends after this many used prompts in a row
 
 
 class EpochPrompts:
-    """Prompts in shuffled epochs. `state`: JSON for checkpoints, the state after the last step."""
+    """
+    Draws prompts from the training data, which is shuffled anew in each epoch.
+
+    state: the state after the last finished step, as JSON for checkpoints.
+    """
 
     state: dict[str, Any] = {}  # noqa: RUF012  (never changed in place)
 
@@ -33,69 +37,78 @@ class EpochPrompts:
         self.train = train
         self.prompt_ids = prompt_ids
 
-    def next_prompts(self, number: int) -> Draw:
-        """The prompts of one draw. number: the draw's number in the run, from 0."""
+    def next_prompts(self, draw_number: int) -> Draw:
+        """
+        The prompts of one draw.
+
+        draw_number: the number of the draw in the run, counted from 0.
+        """
         sampling = self.config.sampling
-        indices = epoch_indices(len(self.train), sampling.batch, number, sampling.seed)
+        indices = epoch_indices(len(self.train), sampling.batch, draw_number, sampling.seed)
         examples = [self.train[index] for index in indices]
         return examples, [self.prompt_ids[index] for index in indices]
 
     def commit(self) -> None:
-        """Marks the end of a whole step."""
+        """Marks the end of a step, after which the state may go into a checkpoint."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continues from a checkpoint's state."""
+        """Restores the state from a checkpoint."""
 
 
 class EndlessPrompts(EpochPrompts):
     """
-    Problems that are made when they are drawn. No problem is drawn twice, and none is held out.
+    Draws endless problems, each of which is made when it is drawn.
 
-    Once all problems were drawn, a printed line says so, and they are drawn again.
+    No problem is drawn twice, and held-out problems are not drawn. When all problems have been
+    drawn, a printed line says so, and the problems are drawn again.
     """
 
     def __init__(
-        self, config: Config, problems: Problems, render: Callable[[list[Example]], list[list[int]]]
+        self,
+        config: Config,
+        problems: EndlessProblems,
+        encode: Callable[[list[Example]], list[list[int]]],
     ):
-        """render: encodes the prompts of examples."""
+        """encode: a function that encodes the prompts of examples as token ids."""
         super().__init__(config, [], [])
         self.problems = problems
-        self.render = render
+        self.encode = encode
         self.held_out = set(map(_short_key, problems.held_out))
-        self.place = 0  # the next place in the seed's order
-        self.seen = list[str]()  # the keys of the prompts drawn so far
+        self.place = 0  # the index of the next problem in the order of the seed
+        self.seen = list[str]()  # the keys of all prompts that have been drawn
         self.commit()
 
-    def next_prompts(self, number: int) -> Draw:
-        """The next problems. The number has no effect; this method updates `place` and `seen`."""
+    def next_prompts(self, draw_number: int) -> Draw:
+        """The problems of the next draw. Updates `place` and `seen`, and ignores `draw_number`."""
         size = self.config.sampling.batch
         task = self.config.data.task
-        examples = self._draw_new(size)
+        examples = self._draw_unseen(size)
         if len(examples) < size:
             print(
-                f"every distinct problem of {task} was used once; they repeat now", file=sys.stderr
+                f"every distinct problem of {task} has been used once; problems now repeat",
+                file=sys.stderr,
             )
             self.seen = list(map(_short_key, examples))
-            examples += self._draw_new(size - len(examples))
+            examples += self._draw_unseen(size - len(examples))
         if len(examples) < size:
             raise ValueError(
-                f"--task {task} has no {size} different problems besides those held out; "
-                "ask for larger ones, or for fewer to be held out, with --task-config"
+                f"--task {task} has fewer than {size} different problems that are not held out; "
+                "use --task-config to make the problems larger, or to hold out fewer problems"
             )
-        return examples, self.render(examples)
+        return examples, self.encode(examples)
 
-    def _draw_new(self, num: int) -> list[Example]:
+    def _draw_unseen(self, num: int) -> list[Example]:
         """
-        `num` examples with new prompts, made from the places that begin at `place`.
+        `num` examples whose prompts are new, made from the next problems in the seed's order.
 
-        Returns fewer examples if `PATIENCE` places in a row have no new prompt.
+        Returns fewer examples if `PATIENCE` problems in a row have no new prompt.
         """
         new = list[Example]()
         excluded = self.held_out | set(self.seen)
         num_barren = 0
         while len(new) < num and num_barren < PATIENCE:
             places = range(self.place, self.place + num - len(new))
-            for example in self.problems.make(places, self.config.sampling.seed):
+            for example in self.problems.make_examples(places, self.config.sampling.seed):
                 key = _short_key(example)
                 if key in excluded:
                     num_barren += 1
@@ -117,16 +130,18 @@ class EndlessPrompts(EpochPrompts):
 
 
 def _short_key(example: Example) -> str:
-    return prompt_key(example)[:16]
+    return hash_prompt(example)[:16]
 
 
 def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[int]:
     """
-    The indices of one step's examples. No example is used again before all others were used.
+    The indices of the examples in one step; each example is used once in each epoch.
 
-    step: from 0. The result depends only on the arguments, so a resumed run continues where it
-    stopped. A batch may span two epochs, but if num_examples >= batch it contains no example twice
-    (see `_epoch_order`).
+    step: the number of the step, counted from 0.
+
+    The indices depend only on the arguments, so a resumed run continues where it stopped. A batch
+    may span two epochs, but contains no example twice if num_examples >= batch (see
+    `_epoch_order`).
     """
     assert num_examples > 0 and batch > 0 and step >= 0, (num_examples, batch, step)
     indices = []
@@ -139,11 +154,12 @@ def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[i
 @lru_cache(maxsize=8)
 def _epoch_order(num_examples: int, batch: int, epoch: int, seed: int) -> tuple[int, ...]:
     """
-    The order of the examples in one epoch.
+    The indices of all examples in the order of one epoch.
 
-    All epochs have the same blocks, of size = num_examples - batch + 1 examples each. An epoch
-    shuffles the examples within each block. So an example is used again at least
-    num_examples - (size - 1) = batch places later, which is in the next batch at the earliest.
+    The examples are divided into the same blocks in all epochs, each with `size` = num_examples -
+    batch + 1 examples. Each epoch shuffles the examples only within their blocks. Therefore an
+    example is used again at least num_examples - (size - 1) = batch places later, which is in the
+    next batch at the earliest.
     """
     order = list(range(num_examples))
     random.Random(f"{seed}").shuffle(order)

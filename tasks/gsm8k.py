@@ -1,8 +1,8 @@
-"""School mathematics. The answer is a number."""
+"""The task `gsm8k`, with problems of school mathematics whose answers are numbers."""
 
-from prompts.data import load_data, read_prompt
+from prompts.data import load_data, read_prompt_example
 from prompts.examples import Example, shorten_value
-from rewards.built_in import boxed_once
+from rewards.built_in import exactly_one_mark
 from rewards.math_answers import is_number
 from rewards.verifiers import marked
 from tasks.task import Sides, Task
@@ -11,47 +11,51 @@ SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}
 
 
 def load_examples() -> Sides:
-    """The splits train and test of the hub data set openai/gsm8k."""
+    """The training and test splits of the data set openai/gsm8k on the Hugging Face hub."""
     try:
-        train = load_data("openai/gsm8k:main:train", None, read)
-        test = load_data("openai/gsm8k:main:test", None, read)
+        train = load_data("openai/gsm8k:main:train", None, read_record)
+        test = load_data("openai/gsm8k:main:test", None, read_record)
     except ValueError as error:
         raise ValueError(
-            f"{error}; or give a file with columns question and answer: --data FILE.jsonl"
+            f"{error}; or use --data FILE.jsonl with columns question and answer"
         ) from error
     return train, test
 
 
-def read(example: Example) -> Example:
+def read_record(example: Example) -> Example:
     """
-    Reads a record with `question` (or `prompt`) and `answer`.
+    Reads a record that has the columns `question` (or `prompt`) and `answer`.
 
-    An answer such as "6 * 7 = 42\\n#### 42" is reduced to its number, 42.
+    An answer such as "6 * 7 = 42\\n#### 42" is shortened to the number after `####`.
     """
-    example = with_system_message(example, "question")
+    example = read_prompt_with_system(example, "question")
     number = str(example.get("answer")).rpartition("####")[2].strip()
     if not is_number(number):
         raise ValueError(
-            f"answer {shorten_value(example.get('answer'))} is not a number; "
-            "write '42' or '... #### 42', or name the column: --columns answer=COLUMN"
+            f"the answer {shorten_value(example.get('answer'))} is not a number; "
+            "write '42' or '... #### 42', or name another column with --columns answer=COLUMN"
         )
     return example | {"answer": number}
 
 
-def with_system_message(example: Example, question: str) -> Example:
+def read_prompt_with_system(example: Example, question_column: str) -> Example:
     """
-    The example, checked and with the system message `SYSTEM`.
+    The example after a check, with `SYSTEM` as its system message.
 
-    An example that has a system message, or a list of messages as its prompt, keeps its own.
-    question: the column that is the prompt of a row without `prompt`.
+    An example that already has a system message, or whose prompt is a list of messages, gets no
+    other system message.
+    question_column: the name of the column to use as the prompt if there is no column `prompt`.
     """
-    if question in example:
-        example = {"prompt": example[question]} | example
-    example = read_prompt(example)
+    if question_column in example:
+        example = {"prompt": example[question_column]} | example
+    example = read_prompt_example(example)
     if example.get("system") is None and isinstance(example["prompt"], str):
         example = example | {"system": SYSTEM}
     return example
 
 
-WEIGHTS = {"correct": 1.0, "format": 0.1}  # the reward for form is far below that for the answer
-TASK = Task("gsm8k", {"correct": marked, "format": boxed_once}, WEIGHTS, verifier=marked)
+WEIGHTS = {
+    "correct": 1.0,
+    "format": 0.1,
+}  # the reward for the format is much smaller than the reward for the answer
+TASK = Task("gsm8k", {"correct": marked, "format": exactly_one_mark}, WEIGHTS, verifier=marked)

@@ -1,4 +1,4 @@
-"""Guessing a number in several turns, in an environment that says higher or lower."""
+"""The task `guess`, in which the model guesses a number, and is told "higher" or "lower"."""
 
 import random
 from typing import Any
@@ -11,7 +11,7 @@ NUM_HELD_OUT = 128
 
 
 class Guess:
-    """An environment that draws a number from 1 to LARGEST, which the model guesses."""
+    """An environment that thinks of a number from 1 to LARGEST, which the model must guess."""
 
     def reset(self, **_: Any) -> str:
         self.number = random.randint(1, LARGEST)
@@ -35,7 +35,7 @@ class Guess:
 
 
 def load_examples() -> Sides:
-    """Empty prompts, because the environment draws the numbers."""
+    """Examples with empty prompts, because the environment makes the first message."""
     example = {"prompt": ""}
     return [example] * NUM_TRAIN, [example] * NUM_HELD_OUT
 

@@ -1,16 +1,18 @@
 """
-Following instructions: endless prompts with a topic and instructions, verified as in IFEval.
+The task `ifeval`, with endless prompts of a topic and instructions that are verified as in IFEval.
 
-`ifeval:NAME,NAME` selects kinds of instructions of IFEval (arXiv:2311.07911). Three in four prompts
-have one instruction, and the others have two. The kinds and all words are in `data/ifeval.yaml`.
-Topics, keywords and wordings of the held-out side occur in no training prompt. The package
-if-verifiable, an extra, verifies completions. It searches them with regular expressions, and
-completions may be hostile, so its workers are sealed.
+The task name `ifeval:NAME,NAME` selects kinds of instructions from IFEval (arXiv:2311.07911). Three
+quarters of the prompts have one instruction, and the others have two. All kinds and words are in
+`data/ifeval.yaml`. The topics, keywords and wordings of held-out prompts occur in no training
+prompt. Completions are verified by the optional package if-verifiable. The package searches
+completions with regular expressions, and completions may contain an attack, so the worker processes
+that use the package are sealed.
 
-There are two differences from the benchmark. Keywords are whole words here, while the benchmark
-accepts "honesty" for "honest". Sentences are counted by the splitter that is part of IFEval, not by
-punkt. This file leaves out whatever needs the data of nltk, which no package index has. Therefore
-no prompt has the instruction `change_case:capital_word_frequency`.
+The task differs from the benchmark IFEval in two ways. First, a keyword must occur as a whole word
+in this task, while the benchmark finds "honest" in "honesty". Second, sentences are counted by the
+sentence splitter that is part of IFEval rather than by punkt. This file does not use features that
+need the data files of nltk, which no package index provides. Therefore no prompt has the
+instruction `change_case:capital_word_frequency`.
 """
 
 import functools
@@ -22,25 +24,26 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from prompts.examples import Example, prompt_key, suggest_nearest
+from prompts.examples import Example, did_you_mean, hash_prompt
 from rewards import form
 from rewards.rewards import Reward
-from sandbox.workers import Pool
+from sandbox.workers import WorkerPool
 from tasks import rg
 from tasks.task import DATA, Task
+from text.commands import advice_to_install_extra
 from text.documents import load_yaml
 
-INSTALL = "if-verifiable is not installed; begin the command with: uv run --extra ifeval"
-VERIFIERS = 2  # the most processes, with 90 MB each
-LIMIT = 5.0  # the most seconds for one completion
+VERIFIERS = 2  # the largest number of worker processes, which use 90 MB each
+LIMIT = 5.0  # the limit on processor time for one completion, in seconds
 HELD_OUT = 256
 PAIRS = 0.25  # the fraction of prompts with two instructions
-# kinds that a model of 135 million parameters can learn
+
+# the kinds of instructions that a model with 135 million parameters can learn
 USUAL = ("words", "opening", "keyword", "sentences", "no_comma")
-# the ending of a plural topic -> the ending of its singular
+# ending of a plural topic -> ending of its singular
 PLURALS = {"s": "", "oes": "o", "xes": "x", "ies": "y", "ves": "f"}
 
-# instructions, prompt and completion; an instruction is the name of a verifier and its arguments
+# instructions, prompt and completion; an instruction has the name of a verifier and its arguments
 Question = tuple[list[tuple[str, dict[str, Any]]], str, str]
 
 
@@ -54,15 +57,17 @@ def load_words() -> dict[str, Any]:
     return dict(load_yaml(path, str(path)))
 
 
-def draw_argument(argument: Any, rng: random.Random, side: str) -> Any:
+def draw_argument(specification: Any, rng: random.Random, side: str) -> Any:
     """
-    Draws an argument of an instruction; the comment at the top of `data/ifeval.yaml` says how.
+    Draws a value for an argument of an instruction.
+
+    The comment at the top of `data/ifeval.yaml` describes the specifications of arguments.
 
     side: "train" or "held_out".
     """
-    match argument:
+    match specification:
         case list():
-            return [draw_argument(item, rng, side) for item in argument]
+            return [draw_argument(item, rng, side) for item in specification]
         case {"from": low, "to": high}:
             return rng.randint(low, high)
         case {"one of": choices}:
@@ -71,11 +76,11 @@ def draw_argument(argument: Any, rng: random.Random, side: str) -> Any:
             return rng.choice(choices)
         case {"two of": choices}:
             return rng.sample(choices, 2)
-    return argument
+    return specification
 
 
-def topic_words(topic: str) -> set[str]:
-    """The words that name a topic, as "wolf" and "wolves", or "sea" and "seas"."""
+def singular_and_plural_of(topic: str) -> set[str]:
+    """The singular and the plural of a topic, such as "wolf" and "wolves"."""
     word = topic.removeprefix("the ")
     singulars = [
         word.removesuffix(ending) + singular
@@ -85,31 +90,31 @@ def topic_words(topic: str) -> set[str]:
     return {word, *singulars} if singulars else {word, word + "s"}
 
 
-def parse_kinds(task: str) -> tuple[str, ...]:
+def parse_instruction_kinds(task: str) -> tuple[str, ...]:
     """
-    The kinds of instructions that a task such as `ifeval` or `ifeval:words,title` has.
+    The kinds of instructions that a task name such as `ifeval` or `ifeval:words,title` selects.
 
-    Raises ValueError that names a kind if it is unknown or repeated.
+    Raises ValueError if a kind is unknown or is named twice; the message names the kind.
     """
     _, colon, names = task.partition(":")
     kinds = tuple(name.strip() for name in names.split(",")) if colon else USUAL
     all_kinds = load_words()["kinds"]
     for name in kinds:
         if name not in all_kinds or kinds.count(name) > 1:
-            hint = suggest_nearest(name, all_kinds)
+            hint = did_you_mean(name, all_kinds)
             raise ValueError(
-                f"--task {task}: {name!r} is unknown or comes twice{hint}; "
+                f"--task {task}: {name!r} is unknown or is named twice{hint}; "
                 f"the kinds are {', '.join(all_kinds)}"
             )
     return kinds
 
 
-# ---- in the process of the run
+# ---- functions of the main process
 
 
 def make_task(name: str) -> Task:
-    """The task `ifeval` or `ifeval:NAME,NAME`."""
-    problems = Problems(parse_kinds(name))
+    """The task with the name `ifeval` or `ifeval:NAME,NAME`."""
+    problems = InstructionProblems(parse_instruction_kinds(name))
     rewards: dict[str, Reward] = {
         "followed": problems.fraction_followed,
         "on_topic": problems.score_topic,
@@ -120,32 +125,41 @@ def make_task(name: str) -> Task:
     )
 
 
-class Problems:
-    """Prompts with some kinds of instructions. Raises ValueError if if-verifiable is missing."""
+class InstructionProblems:
+    """
+    Endless prompts with some kinds of instructions, and the rewards for completions.
+
+    Raises ValueError if the package if-verifiable is missing.
+    """
 
     def __init__(self, kinds: Iterable[str]):
         if importlib.util.find_spec("if_verifiable") is None:
-            raise ValueError(f"--task ifeval: {INSTALL}")
+            raise ValueError(
+                "--task ifeval needs the package if-verifiable, which is not installed; "
+                + advice_to_install_extra("ifeval")
+            )
         self.mix = tuple(kinds)
         num = min(VERIFIERS, os.cpu_count() or 1)
-        self.verifiers = Pool(f"{__name__}:make_verifier", (), num=num, limit=LIMIT, sealed=True)
+        self.verifiers = WorkerPool(
+            f"{__name__}:make_instruction_checker", (), num=num, limit=LIMIT, sealed=True
+        )
         examples = {}
-        for place in range(2 * HELD_OUT):
-            example = self._make_example(place, f"held out {place}", "held_out")
-            examples[prompt_key(example)] = example
+        for index in range(2 * HELD_OUT):
+            example = self._make_example(index, f"held out {index}", "held_out")
+            examples[hash_prompt(example)] = example
         self.held_out = list(examples.values())[:HELD_OUT]
 
-    def make(self, places: Sequence[int], seed: int) -> list[Example]:
-        """The training examples at these places of a seed's order."""
-        return [self._make_example(place, f"{seed} {place}", "train") for place in places]
+    def make_examples(self, indices: Sequence[int], seed: int) -> list[Example]:
+        """The training examples at the given indices in the order of the seed."""
+        return [self._make_example(index, f"{seed} {index}", "train") for index in indices]
 
-    def _make_example(self, place: int, seed: str, side: str) -> Example:
-        """An example of one side. The kinds of instructions take turns by place."""
+    def _make_example(self, index: int, seed: str, side: str) -> Example:
+        """A training or held-out example; its index decides the kind of its first instruction."""
         rng = random.Random(seed)
         words = load_words()
         instructions = []
         wordings = []
-        kinds = self._choose_kinds(place, rng)
+        kinds = self._choose_kinds(index, rng)
         for name in kinds:
             kind = words["kinds"][name]
             arguments = {
@@ -164,9 +178,9 @@ class Problems:
             "topic": topic,
         }
 
-    def _choose_kinds(self, place: int, rng: random.Random) -> list[str]:
-        """The kind whose turn it is, sometimes with a second kind that can be combined with it."""
-        first = self.mix[place % len(self.mix)]
+    def _choose_kinds(self, index: int, rng: random.Random) -> list[str]:
+        """The kind of instruction for an index, sometimes with a second kind that fits it."""
+        first = self.mix[index % len(self.mix)]
         apart = [set(pair) for pair in load_words()["apart"]]
         others = [kind for kind in self.mix if kind != first and {kind, first} not in apart]
         if others and rng.random() < PAIRS:
@@ -180,33 +194,33 @@ class Problems:
         instructions: Sequence[Any],
         **_: Any,
     ) -> list[float]:
-        """The fraction of instructions that each completion follows, by the strict verifiers."""
+        """The fraction of instructions that each completion follows, by IFEval's strict rules."""
         questions = [list(row) for row in zip(instructions, prompts, completions, strict=True)]
-        return [rg.score_value(answer) for answer in self.verifiers.answer_all(questions)]
+        return [rg.score_or_zero(answer) for answer in self.verifiers.answer_all(questions)]
 
     def score_topic(
         self, completions: Sequence[str], topic: Sequence[str], **_: Any
     ) -> list[float]:
-        """1 if a completion names the topic of its prompt, else 0."""
+        """1 for each completion that names the topic of its prompt, else 0."""
         scores = []
         for text, row_topic in zip(completions, topic, strict=True):
-            shared_words = set(form.words_of(text)) & topic_words(row_topic)
+            shared_words = set(form.lowercase_words(text)) & singular_and_plural_of(row_topic)
             scores.append(float(bool(shared_words)))
         return scores
 
     def verify(self, **columns: Any) -> list[float]:
-        """1 if a completion follows all of its instructions, else 0."""
+        """1 for each completion that follows all of its instructions, else 0."""
         return [float(fraction >= 1) for fraction in self.fraction_followed(**columns)]
 
 
-# ---- in a worker
+# ---- functions of a worker
 
 
-def make_verifier() -> Callable[[Question], float]:
-    """Makes a sealed worker's function, which returns the fraction of followed instructions."""
+def make_instruction_checker() -> Callable[[Question], float]:
+    """Makes the function of a worker that returns the fraction of instructions followed."""
     spec = importlib.util.find_spec("if_verifiable")
     assert spec is not None and spec.submodule_search_locations is not None
-    # stands in for the package, because its __init__ imports code that downloads 120 MB of prompts
+    # an empty module in place of the package, whose __init__ would download 120 MB of prompts
     bare = types.ModuleType("if_verifiable")
     bare.__path__ = list(spec.submodule_search_locations)
     sys.modules["if_verifiable"] = bare
@@ -218,24 +232,26 @@ def make_verifier() -> Callable[[Question], float]:
         return len(instructions_util.split_into_sentences(text))
 
     instructions_util.count_sentences = count_sentences
-    langdetect.DetectorFactory.seed = 0  # otherwise its results are random
+    langdetect.DetectorFactory.seed = 0  # without a seed, the results of langdetect are random
     langdetect.detect("It reads its profiles once.")
     registry = instructions_registry.INSTRUCTION_DICT
 
     def verify(question: Question) -> float:
         instructions, prompt, text = question
         names = [name for name, _ in instructions]
-        arguments = [match_whole_words(instruction[1]) for instruction in instructions]
+        arguments = [
+            keywords_to_whole_word_patterns(instruction[1]) for instruction in instructions
+        ]
         return evaluate_instructions(text, names, arguments, prompt, registry)[1].partial_strict
 
     return verify
 
 
-def match_whole_words(arguments: dict[str, Any]) -> dict[str, Any]:
+def keywords_to_whole_word_patterns(arguments: dict[str, Any]) -> dict[str, Any]:
     """
-    An instruction's arguments, with patterns for whole words in place of keywords.
+    The arguments of an instruction, with patterns that match whole words in place of keywords.
 
-    Without the patterns the verifiers would find the word "honest" in "honesty", but not in
+    Without these patterns, the verifiers would find the keyword "honest" in "honesty", but not in
     "_honest_".
     """
     patterns = {

@@ -1,4 +1,4 @@
-"""Competition mathematics. The answer is a formula."""
+"""The task `math`, with problems of competition mathematics whose answers are formulas."""
 
 from typing import NoReturn
 
@@ -8,27 +8,27 @@ from tasks import gsm8k
 
 
 def load_examples() -> NoReturn:
-    """Raises ValueError: this task has no data of its own."""
+    """Raises ValueError, because this task has no data of its own."""
     raise ValueError(
-        "--task math has no data of its own; give problems with an answer or a solution: "
-        "--data FILE.jsonl, or a hub dataset as HuggingFaceH4/MATH-500:test"
+        "--task math has no data of its own; add --data FILE.jsonl with problems that have an "
+        "answer or a solution, or a hub data set such as --data HuggingFaceH4/MATH-500:test"
     )
 
 
-def read(example: Example) -> Example:
+def read_record(example: Example) -> Example:
     """
-    Reads a record with `problem` (or `prompt`) and `answer`.
+    Reads a record that has the columns `problem` (or `prompt`) and `answer`.
 
-    Without an `answer`, the last \\boxed{...} of the `solution` is the answer.
+    If the record has no `answer`, the last \\boxed{...} in the column `solution` is the answer.
     """
-    example = gsm8k.with_system_message(example, "problem")
+    example = gsm8k.read_prompt_with_system(example, "problem")
     if example.get("answer") is None:
         last_boxed = boxed_texts(str(example.get("solution")))[-1:]
         example = example | {"answer": "".join(last_boxed)}
     if not first_answer(example).strip():
         raise ValueError(
-            "no answer; add one, or a solution with \\boxed{...}, or name the column: "
-            "--columns answer=COLUMN"
+            "there is no answer; add one, add a solution with \\boxed{...}, or name another column "
+            "with --columns answer=COLUMN"
         )
     return example
 

@@ -1,33 +1,34 @@
 """
-The task of a user's own data. Completions are compared with the column `answer`, if there is one.
+The task `own`, which trains on a user's own data.
 
-This file does not cover reading data (prompts/data.py) and comparing answers
+Completions are compared with the column `answer` of the data, if there is such a column. This file
+does not cover how data is read (prompts/data.py) or how answers are compared
 (rewards/verifiers.py).
 """
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from prompts.data import parse_renames
-from prompts.data_notes import describe_unread_columns, text_columns
+from prompts.data_notes import columns_with_text, note_on_unread_columns
 from prompts.examples import (
     Example,
     answers_of,
+    did_you_mean,
     first_answer,
-    prompt_text,
+    last_user_text,
     shorten_value,
-    suggest_nearest,
 )
 from rewards.functions import load_function
-from rewards.rewards import Reward, UserReward, columns_read
-from rewards.statements import gold_text
-from rewards.verifiers import VERIFIERS, choose, is_compared
-from tasks.task import Sides, Task
+from rewards.rewards import Reward, UserReward, columns_that_function_reads
+from rewards.statements import last_mark_or_whole_answer
+from rewards.verifiers import VERIFIERS, choose_verifier, is_comparable_answer
+from tasks.task import Task
 
 NAMES = ["auto", *VERIFIERS]
 TASK = Task(name="own", rewards={}, reward_weights={"correct": 1.0})
-# columns that are read whatever the rewards are; --task math reads `solution`
+# the columns that are read whatever the rewards are; only --task math reads `solution`
 READ_COLUMNS = (
     "prompt",
     "answer",
@@ -40,82 +41,86 @@ READ_COLUMNS = (
 )
 
 
-def load_examples() -> Sides:
-    """Raises ValueError: this task has no data of its own."""
-    raise ValueError("--task own is your own data; give it with --data FILE")
+def load_examples() -> NoReturn:
+    """Raises ValueError, because this task has no data of its own."""
+    raise ValueError("--task own trains on your own data; name the data with --data FILE")
 
 
 # ---- the verifier
 
 
 def has_comparable_answer(example: Example) -> bool:
-    """Whether completions can be compared with an answer of the example."""
-    return any(map(is_compared, answers_of(example)))
+    """Whether a completion can be compared with at least one right answer of the example."""
+    return any(map(is_comparable_answer, answers_of(example)))
 
 
 def with_verifier(task: Task, spec: str, has_reward: bool) -> Task:
     """
-    The task with a verifier as its reward `correct`, and with a note on how the verifier compares.
+    The task with a verifier as its reward `correct`, and with a note on how answers are compared.
 
-    spec: --verifier; "" means `auto`. Without a comparable answer the task gets no verifier.
-    has_reward: whether the user has a reward. If so, and if the user did not ask for comparing
-    texts, the comparison is only the metric `exact`. The user's function may reward right answers
-    in other words, so the evaluation reports the score of that function.
+    If no answer can be compared, the task has no verifier.
 
-    Raises the ValueErrors of `choose` and `load_function`.
+    spec: the value of --verifier; "" means `auto`.
+    has_reward: whether the user has a reward function. If so, and if texts are compared although
+    --verifier is not given, the comparison is only the metric `exact`. The user's function may
+    reward right answers in other words, so evaluations report the score of that function.
+
+    Raises ValueError in the same cases as `choose_verifier` and `load_function`.
     """
     rows = [example for example in task.train + task.held_out if answers_of(example)]
     answers = [answer for example in rows for answer in answers_of(example)]
-    comparable = list(filter(is_compared, answers))
+    comparable = list(filter(is_comparable_answer, answers))
     is_own_function = bool(spec) and spec not in NAMES
     verifier: Reward | None = None
     name = ""
     if is_own_function:
         names = ", ".join(NAMES)
-        hint = f"{suggest_nearest(spec, NAMES)}; or one of {names}"
+        hint = f" or one of {names}{did_you_mean(spec, NAMES)}"
         _, fn = load_function("--verifier", spec, hint)
         verifier = UserReward("correct", fn)
-        notes = [f"{len(rows)} compared by {spec}"]
+        notes = [f"{len(rows)} answers are compared by {spec}"]
     elif comparable:
-        name, verifier = choose(spec or "auto", answers)
+        name, verifier = choose_verifier(spec or "auto", answers)
         num = len(list(filter(has_comparable_answer, rows)))
-        example_answer = shorten_value(gold_text(comparable[0]))
-        notes = [f"{num} compared as {VERIFIERS[name].description}, as {example_answer}"]
+        example_answer = shorten_value(last_mark_or_whole_answer(comparable[0]))
+        notes = [
+            f"{num} answers such as {example_answer} are compared as {VERIFIERS[name].description}"
+        ]
     else:
-        notes = ["none to compare with"]
-    notes += _describe_answers(rows, has_prose=not is_own_function)
+        notes = ["there are no answers to compare with"]
+    notes += _note_prose_and_alternatives(rows, include_prose=not is_own_function)
 
     if has_reward and not spec and name == "exact":
         assert verifier is not None
         notes.append(
-            "this is a metric beside your reward; --verifier exact, or FILE.py:fn of your own, "
-            "makes it the accuracy"
+            "the comparison is only a metric, because you have a reward of your own; "
+            "to make it the accuracy, add --verifier exact or --verifier FILE.py:function"
         )
         task = task._replace(rewards={"exact": verifier}, reward_weights={"exact": 0.0})
     elif verifier is not None:
         task = task._replace(verifier=verifier, rewards=task.rewards | {"correct": verifier})
     else:
         task = task._replace(verifier=None, rewards={})
-    return task._replace(notes=[*task.notes, f"answers: {'; '.join(notes)}"])
+    return task._replace(notes=[*task.notes, f"comparison: {'; '.join(notes)}"])
 
 
-def _describe_answers(rows: list[Example], has_prose: bool) -> list[str]:
+def _note_prose_and_alternatives(rows: list[Example], include_prose: bool) -> list[str]:
     """
-    Notes on answers that are not compared, and on rows with several answers.
+    Notes on answers that are not compared, and on rows with several right answers.
 
-    has_prose: whether prose counts as not compared.
+    include_prose: whether to include the note on answers that are prose, which are not compared.
     """
     notes = []
     prose = [example for example in rows if not has_comparable_answer(example)]
-    if has_prose and prose:
+    if include_prose and prose:
         example_answer = shorten_value(first_answer(prose[0]))
-        notes.append(f"{len(prose)} not compared, because they are prose, as {example_answer}")
+        notes.append(
+            f"{len(prose)} answers such as {example_answer} are prose and are not compared"
+        )
     several = [example for example in rows if len(answers_of(example)) > 1]
     if several:
         example_answers = shorten_value(answers_of(several[0]))
-        notes.append(
-            f"{len(several)} rows have several, of which any is right, as {example_answers}"
-        )
+        notes.append(f"{len(several)} rows have several right answers, such as {example_answers}")
     return notes
 
 
@@ -126,52 +131,56 @@ def note_unread_columns(task: Task, columns: str, hint: str = "") -> list[str]:
     """
     A line that lists the text columns that no prompt, reward, environment or template reads.
 
-    columns: --columns. hint: the text of --teacher-prompt, which may contain names of columns.
+    The result is empty if there are no such columns.
+
+    columns: the value of --columns.
+    hint: the template in the file --teacher-prompt, which may contain the names of columns.
     """
     rows = task.train + task.held_out
-    names = text_columns(rows)
+    names = columns_with_text(rows)
     read = {*READ_COLUMNS, *parse_renames(columns).values(), *re.findall(r"\{(\w+)\}", hint)}
     for reward in task.rewards.values():
-        read.update(columns_read(reward, names))
+        read.update(columns_that_function_reads(reward, names))
     for kind in task.environments.values():
         reset: Any = getattr(kind, "reset", None)
-        read.update(columns_read(reset, names))
+        read.update(columns_that_function_reads(reset, names))
 
     unread = [name for name in names if name not in read and not _is_in_prompts(rows, name)]
     if not unread:
         return []
-    return [describe_unread_columns(unread, "no prompt, reward, environment or template reads")]
+    return [note_on_unread_columns(unread, "no prompt, reward, environment or template reads")]
 
 
-def _is_in_prompts(rows: Sequence[Example], name: str) -> bool:
-    """Whether the prompts contain the texts of a column, as with the column `input` of Alpaca."""
+def _is_in_prompts(rows: Sequence[Example], column: str) -> bool:
+    """Whether each prompt contains the text of a column, as in Alpaca with the column `input`."""
     for example in rows:
-        text = example.get(name)
+        text = example.get(column)
         if not text:
             continue
-        if not isinstance(text, str) or text not in prompt_text(example["prompt"]):
+        if not isinstance(text, str) or text not in last_user_text(example["prompt"]):
             return False
     return True
 
 
-# ---- what the user reads
+# ---- messages to the user
 
 
-def refuse_unrewardable(task: Task, source: str | None) -> None:
-    """Raises ValueError for data that have neither a comparable answer nor a reward."""
+def refuse_unrewardable(task: Task, source: str | None) -> NoReturn:
+    """Raises ValueError for data whose answers cannot be compared, in a run without a reward."""
     examples = task.train or task.held_out
     prose = next(filter(None, map(first_answer, examples)), "")
     content = f"the columns {', '.join(examples[0])}"
     if prose:
-        content = f"prose, as {shorten_value(prose)}"
+        content = f"prose such as {shorten_value(prose)}"
     raise ValueError(
         f"--data {source} has no answer to compare with, only {content}; "
-        "name one, as --columns answer=COLUMN, or give --reward FILE.py:fn or --rubric FILE"
+        "name the answers with --columns answer=COLUMN, or add --reward FILE.py:function "
+        "or --rubric FILE"
     )
 
 
-def describe_own_task(task: Task) -> Task:
-    """The task with a note on its size and reward, and without prompts that no reward can score."""
+def note_size_and_drop_unscorable(task: Task) -> Task:
+    """The task without prompts that no reward can score, and with a note on its size and reward."""
     train = task.train
     held_out = task.held_out
     is_rewarded_by_verifier = task.verifier in task.rewards.values()
@@ -179,11 +188,13 @@ def describe_own_task(task: Task) -> Task:
         train = list(filter(has_comparable_answer, train))
         held_out = list(filter(has_comparable_answer, held_out))
 
-    line = f"data: {len(train)} prompts to train on" if task.train else "data: none to train on"
+    line = (
+        f"data: {len(train)} prompts to train on" if task.train else "data: no prompts to train on"
+    )
     line += f", {len(held_out)} held out"
     num_left_out = len(task.train + task.held_out) - len(train + held_out)
     if num_left_out:
-        line += f", {num_left_out} left out for want of an answer to compare with"
+        line += f", {num_left_out} left out because their answers cannot be compared"
     terms = [f"{weight:g} x {name}" for name, weight in task.reward_weights.items() if weight]
     if terms:
         line += f"; the reward is {' + '.join(terms)}"

@@ -1,15 +1,16 @@
 """
-Endless problems from the data sets of reasoning-gym, an extra, scored by their own rules.
+The tasks `rg:NAME`, with endless problems from data sets of the optional package reasoning-gym.
 
 A problem is determined by its data set, its level and its number. Held-out problems have numbers
-below `FIRST`, and each seed of a run has `FIRST` numbers of its own above. A run leaves out prompts
-that are held out or that it has drawn before.
+below `FIRST`. Each seed of a run has its own range of `FIRST` higher numbers for the problems to
+train on. A run does not use prompts that are held out, or that it has drawn before.
 
-Workers make the problems, because hashes of strings decide what four of the generators draw, and
-all workers use the same hashes. Other workers score the answers. They are sealed, because some
-scorers loop on hostile text, and they make no problems, so that no answer can influence a problem.
-If a scorer would run the answer as Python, a reader of `rewards/formulas.py` replaces `eval` in it.
-This file does not cover the choice of the problems for a step (tasks/draws.py).
+Worker processes make the problems, because hashes of strings decide which problems four of the
+generators make, and all workers use the same hashes. Other workers score the answers by the rules
+of the data sets. The scoring workers are sealed, because some scorers never finish on hostile text.
+The scoring workers make no problems, so that no answer can influence a problem. Where a scorer
+would run an answer as Python code, `eval` is replaced by a function in `rewards/formulas.py`. This
+file does not cover which problems are drawn in a step (tasks/draws.py).
 """
 
 # ruff: noqa: RUF001  (logic has an or that looks like a v)
@@ -26,36 +27,37 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from prompts.examples import Example, format_error, prompt_key, shorten_value, suggest_nearest
-from rewards.formulas import prepare_sympy, read_formula, read_list
+from prompts.examples import Example, did_you_mean, format_error, hash_prompt, shorten_value
+from rewards.formulas import patch_and_preload_sympy, read_formula, read_list
 from rewards.rewards import Reward
-from sandbox.workers import Answer, Pool
+from sandbox.workers import WorkerAnswer, WorkerPool
 from tasks.task import Task
+from text.commands import advice_to_install_extra
 from text.documents import load_yaml
 
-INSTALL = "reasoning-gym is not installed; begin the command with: uv run --extra tasks"
 SYSTEM = (
     "Think step by step about the problem, then give the answer in this form:\n"
     "<answer>answer here</answer>\n"
     "Write nothing but the final answer inside the tags. Where the problem shows an example, "
     "follow its format."
 )
-FIRST = 2**20  # how many numbers the held-out side has, and each seed of a run
-SEEDS = 2**12 - 1  # seeds with numbers of their own; reasoning-gym needs numbers below 2^32
-# the most processes, with 100 MB each
+FIRST = 2**20  # this many numbers are reserved for held-out problems, and for each seed
+SEEDS = 2**12 - 1  # the number of seeds with different problems, since numbers must be below 2^32
+
+# the largest numbers of worker processes, which use 100 MB each
 MAKERS = 2
 SCORERS = 4
-# the problems of one data set object, as by default in reasoning-gym; four data sets depend on it
+# the problems per data set object, as by default; the problems of four data sets depend on it
 SIZE = 500
-LIMIT = 5.0  # the most seconds for one score
-MAKING = 60.0  # the most seconds for making one problem
-GOLDEN = 0.6180339887498949  # its multiples modulo 1 are spread evenly, as choices by weight need
+LIMIT = 5.0  # the limit on processor time for scoring an answer, in seconds
+MAKING = 60.0  # the limit on processor time for making a problem, in seconds
+GOLDEN = 0.6180339887498949  # multiples of this number modulo 1 are spread evenly
 
-LONGEST = 100_000  # the most characters of an answer; right answers have a few thousand at most
+LONGEST = 100_000  # the largest number of characters in an answer; right ones have a few thousand
 
-# The data sets whose scorers evaluate text as Python, and the reader that replaces `eval` in each.
-# `tests/test_seal.py` finds such scorers in the sources. The scorers of bitwise_arithmetic and
-# number_sorting evaluate only the problem.
+# The data sets whose scorers run text as Python code, each with the function that replaces `eval`.
+# `tests/test_seal.py` searches the source code for such scorers. The scorers of bitwise_arithmetic
+# and number_sorting run only text of the problem.
 READERS: dict[str, Callable[..., Any]] = {
     "binary_matrix": read_list,
     "n_queens": read_list,
@@ -71,36 +73,42 @@ READERS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Further conditions for data sets whose scorers in reasoning-gym 0.1.25 give 1 to wrong answers.
+# Additional checks, because some scorers in reasoning-gym 0.1.25 return 1 for wrong answers.
 
 
 def _is_without_nan(answer: str, entry: dict[str, Any]) -> bool:
-    """Refuses nan, because the scorers' comparisons find nan equal to every number."""
+    """Whether an answer is free of nan, which the scorers compare as equal to every number."""
     return "nan" not in answer.lower()
 
 
 def _is_close_probability(answer: str, entry: dict[str, Any]) -> bool:
-    """Compares all digits. The scorer compares only shared digits: it accepts "0" for 0.3125."""
+    """
+    Whether an answer is close to the right probability.
+
+    The scorer of reasoning-gym compares only as many digits as the answer has, and therefore
+    accepts "0" for 0.3125.
+    """
     return abs(float(answer) - float(entry["answer"])) <= 1e-4
 
 
 def _is_same_word(answer: str, entry: dict[str, Any]) -> bool:
-    """Compares the words. The scorer only compares whether the texts are empty."""
+    """Whether an answer is the right word; the scorer compares only whether the texts are empty."""
     return answer.lower() == str(entry["answer"]).lower()
 
 
 def _has_known_variables(answer: str, entry: dict[str, Any]) -> bool:
     """
-    Refuses unknown variables, because the scorer accepts any text as a variable.
+    Whether an answer contains only variables of the problem.
 
-    Premises that contradict each other imply every statement, about any variable.
+    The scorer accepts any text as a variable, and premises that contradict each other imply every
+    statement about any variable.
     """
     words = set(re.split(r"[()¬∧∨→↔\s]+", answer))
     return words <= {"", *entry["metadata"]["variables"]}
 
 
 def _uses_given_numbers(answer: str, entry: dict[str, Any]) -> bool:
-    """Refuses other numbers, because the scorer accepts any four numbers that make 24."""
+    """Whether an answer uses the given numbers; the scorer accepts any four that make 24."""
     numbers = sorted(map(int, re.findall(r"\d+", answer)))
     return numbers == sorted(entry["metadata"]["numbers"])
 
@@ -119,52 +127,53 @@ RULES: dict[str, Callable[[str, dict[str, Any]], bool]] = {
 
 
 class Mix(NamedTuple):
-    """The data sets of a task and their settings."""
+    """A mix of data sets for a task, with their weights and settings."""
 
     weights: dict[str, float]
-    # the settings of each data set, with the names of reasoning-gym; `level` may be among them
+    # the settings of each data set, named as in reasoning-gym; one of them may be `level`
     settings: dict[str, dict[str, Any]]
     num_held_out: int
     system: str
-    unused: tuple[str, ...] = ()  # data sets in the configuration file that the task does not use
+    unused: tuple[str, ...] = ()  # configured data sets that the task does not use
 
 
 def parse_mix(task: str, config: str | None) -> Mix:
     """
-    Parses `rg:countdown=2,leg_counting` and the file of --task-config.
+    Parses a task such as `rg:countdown=2,leg_counting` and the file that --task-config names.
 
-    Other keys of the file become `unused`. A worker checks that they are data sets, because only
-    reasoning-gym knows its data sets.
-    Raises ValueError that names the wrong part of the task or the wrong key of the file.
+    The names of other data sets in the file become `unused`. A worker checks later that these data
+    sets exist, because only workers import reasoning-gym.
+    Raises ValueError for mistakes; the message names the wrong part of the task or key of the file.
     """
     weights = _parse_weights(task)
     flag = f"--task-config {config}"
     content = load_yaml(config, flag) if config else {}
     if not isinstance(content, dict):
         raise ValueError(
-            f"{flag} holds {shorten_value(content)}, no settings; write lines like `countdown:`"
+            f"{flag} contains {shorten_value(content)} instead of settings; "
+            "write lines like `countdown:`"
         )
     num_held_out = content.pop("held_out", 256)
     system = content.pop("system", SYSTEM)
     if type(num_held_out) is not int or not 0 < num_held_out <= SIZE * 100:
         raise ValueError(
             f"{flag}: held_out is {shorten_value(num_held_out)}; "
-            "it must be a number of problems, as 256"
+            f"it must be a number of problems from 1 to {SIZE * 100}"
         )
     if not isinstance(system, str):
-        raise ValueError(f"{flag}: system is {shorten_value(system)}; it must be a text")
+        raise ValueError(f"{flag}: system is {shorten_value(system)}; it must be text")
     settings = {name: content.pop(name, None) or {} for name in weights}
     for name, values in settings.items():
         if not isinstance(values, dict) or {"seed", "size"} & values.keys():
             raise ValueError(
                 f"{flag}: {name} is {shorten_value(values)}; "
-                "it needs settings other than seed and size"
+                "write settings other than seed and size under this name"
             )
     return Mix(weights, settings, num_held_out, system, unused=tuple(map(str, content)))
 
 
 def _parse_weights(task: str) -> dict[str, float]:
-    """The weight of each data set in a task such as `rg:countdown=2,leg_counting`."""
+    """The weight of each data set that a task such as `rg:countdown=2,leg_counting` names."""
     weights: dict[str, float] = {}
     for part in task.removeprefix("rg:").split(","):
         name, equals, text = part.partition("=")
@@ -175,56 +184,66 @@ def _parse_weights(task: str) -> dict[str, float]:
             weight = 0.0
         if not name or name in weights or not 0 < weight < 1e6:
             raise ValueError(
-                f"--task {task}: {part!r} is not NAME or NAME=WEIGHT, each name once; "
-                "as rg:countdown=2,lcm"
+                f"--task {task}: {part!r} is not NAME or NAME=WEIGHT with a positive weight, or "
+                "repeats a name; write the task as in rg:countdown=2,lcm"
             )
         weights[name] = weight
     return weights
 
 
-# ---- in the process of the run
+# ---- functions of the main process
 
 
 def make_task(name: str, config: str | None) -> Task:
-    """The task `rg:NAME=WEIGHT,...`. config: the path of --task-config."""
-    problems = Problems(parse_mix(name, config))
+    """
+    The task for a name such as `rg:countdown=2,leg_counting`.
+
+    config: the path that --task-config gives, if any.
+    """
+    problems = GymProblems(parse_mix(name, config))
     rewards: dict[str, Reward] = {"correct": problems.score, "format": score_format}
-    weights = {"correct": 1.0, "format": 0.1}  # the form alone never pays like the answer
+    weights = {
+        "correct": 1.0,
+        "format": 0.1,
+    }  # the format alone earns much less than the right answer
     return Task(
         name, rewards, weights, problems.verify, held_out=problems.held_out, problems=problems
     )
 
 
-class Problems:
+class GymProblems:
     """
-    The problems of a mix.
+    Endless problems from a mix of data sets, and the rewards for completions.
 
     Raises ValueError if reasoning-gym or a data set is missing, or if a setting is wrong.
     """
 
     def __init__(self, mix: Mix):
         if importlib.util.find_spec("reasoning_gym") is None:
-            raise ValueError(f"--task rg:{','.join(mix.weights)}: {INSTALL}")
+            raise ValueError(
+                f"--task rg:{','.join(mix.weights)} needs the package reasoning-gym, which is not "
+                f"installed; {advice_to_install_extra('tasks')}"
+            )
         self.mix = mix
-        self.makers = Pool(
-            f"{__name__}:make_maker", (mix.settings, mix.unused), num=MAKERS, limit=MAKING
+        self.makers = WorkerPool(
+            f"{__name__}:make_problem_maker", (mix.settings, mix.unused), num=MAKERS, limit=MAKING
         )
         num = min(SCORERS, os.cpu_count() or 1)
-        self.scorers = Pool(
-            f"{__name__}:make_scorer", (mix.settings,), num=num, limit=LIMIT, sealed=True
+        self.scorers = WorkerPool(
+            f"{__name__}:make_answer_scorer", (mix.settings,), num=num, limit=LIMIT, sealed=True
         )
         # Every run of the mix has the same held-out problems. If problems repeat, there are fewer
-        # than `num_held_out`, because no further numbers are tried.
-        examples = self._make(range(mix.num_held_out), 0)
-        self.held_out = list({prompt_key(example): example for example in examples}.values())
+        # held-out problems than `num_held_out`, because no other numbers are tried.
+        examples = self._make_numbered(range(mix.num_held_out), 0)
+        self.held_out = list({hash_prompt(example): example for example in examples}.values())
 
-    def make(self, places: Sequence[int], seed: int) -> list[Example]:
-        """The training examples at these places of a seed's order."""
-        return self._make(places, FIRST * (1 + seed % SEEDS))
+    def make_examples(self, indices: Sequence[int], seed: int) -> list[Example]:
+        """The training examples at the given indices in the order of the seed."""
+        return self._make_numbered(indices, FIRST * (1 + seed % SEEDS))
 
-    def _make(self, places: Sequence[int], first: int) -> list[Example]:
-        """The examples at these places. The number of a problem is `first` plus its place."""
-        questions = [(self._choose_data_set(place), first + place) for place in places]
+    def _make_numbered(self, indices: Sequence[int], first_number: int) -> list[Example]:
+        """The examples whose problems have the numbers `first_number` plus the given indices."""
+        questions = [(self._choose_data_set(index), first_number + index) for index in indices]
         examples = []
         for question, answer in zip(questions, self.makers.answer_all(questions), strict=True):
             if answer.error:
@@ -242,11 +261,11 @@ class Problems:
             examples.append(example)
         return examples
 
-    def _choose_data_set(self, place: int) -> str:
-        """The data set of a place. In any range, data sets are as frequent as their weights."""
+    def _choose_data_set(self, index: int) -> str:
+        """The data set for an index; data sets are as frequent as their weights demand."""
         names = list(self.mix.weights)
         ends = list(itertools.accumulate(self.mix.weights.values()))
-        return names[bisect.bisect(ends, place * GOLDEN % 1.0 * ends[-1])]
+        return names[bisect.bisect(ends, index * GOLDEN % 1.0 * ends[-1])]
 
     def score(
         self,
@@ -261,40 +280,40 @@ class Problems:
 
         The answer is the content of the last <answer>...</answer>. The score is 0 if there is no
         answer, if scoring fails or takes more than `LIMIT` seconds, or if the scorer returns
-        anything other than a number from 0 to 1. The score is also 0 if the answer contains the
-        right answer and other text. reasoning-gym itself compares lengths there: if "12" is
-        right, it gives "-12" two thirds of the reward.
+        anything other than a number from 0 to 1. The score is also 0 if a wrong answer contains
+        the right answer as a part. For such answers, reasoning-gym itself compares the lengths of
+        the texts: if "12" is right, it scores "-12" at two thirds.
         """
         texts = [extract_answer(completion) for completion in completions]
         rows = [row for row, text in enumerate(texts) if 0 < len(text) <= LONGEST]
         questions = [(category[row], entry[row], texts[row]) for row in rows]
         scores = [0.0] * len(completions)
         for row, result in zip(rows, self.scorers.answer_all(questions), strict=True):
-            score = score_value(result)
+            score = score_or_zero(result)
             contains_answer = bool(answer[row]) and str(answer[row]) in texts[row]
             scores[row] = 0.0 if score < 1 and contains_answer else score
         return scores
 
     def verify(self, **columns: Any) -> list[float]:
-        """1 for an answer with the full score, else 0."""
+        """1 for each completion with the full score, else 0."""
         return [float(score >= 1) for score in self.score(**columns)]
 
 
-def score_value(answer: Answer) -> float:
-    """The score that a scorer returned; 0 if it is not a number from 0 to 1."""
+def score_or_zero(answer: WorkerAnswer) -> float:
+    """The score in the answer of a worker; 0 unless the answer is a number from 0 to 1."""
     value = answer.value
     return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.0
 
 
 def extract_answer(text: str) -> str:
-    """The content of the last <answer>...</answer>, or "". Takes linear time."""
+    """The content of the last <answer>...</answer> in a text; "" if there is none."""
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(end, 0))
     return text[begin + len("<answer>") : end].strip() if begin >= 0 else ""
 
 
 def score_format(completions: Sequence[str], **_: Any) -> list[float]:
-    """1 if a completion ends with <answer>...</answer>, not empty and the only one, else 0."""
+    """1 for each completion that ends with its only, not empty <answer>...</answer>, else 0."""
     return [float(_ends_with_only_answer(text)) for text in completions]
 
 
@@ -305,29 +324,32 @@ def _ends_with_only_answer(text: str) -> bool:
     return parts[2].strip() != "" and parts[4] == ""
 
 
-# ---- in a worker
+# ---- functions of a worker
 
 
-def make_maker(
+def make_problem_maker(
     settings: dict[str, dict[str, Any]], unused: Sequence[str] = ()
 ) -> Callable[[tuple[str, int]], tuple[str, Any, str]]:
     """
-    Makes a worker's function, which returns a problem's prompt, answer and packed entry.
+    Makes the function of a worker that returns the prompt, the answer and the entry of a problem.
 
-    The question is the name of a data set and a number. Raises ValueError for a wrong name or
-    setting.
+    The question to the worker is the name of a data set and the number of a problem. The entry is
+    packed as JSON. Raises ValueError for a wrong name or setting.
     """
     from reasoning_gym.factory import DATASETS
 
     names = sorted(set(DATASETS) - {"composite"})
     for name in settings:
         if name not in names:
-            raise ValueError(f"--task rg:{name}: no such data set{suggest_nearest(name, names)}")
+            raise ValueError(
+                f"--task rg:{name}: reasoning-gym has no data set of this name"
+                f"{did_you_mean(name, names)}"
+            )
     for name in unused:
         if name not in names:
-            hint = suggest_nearest(name, [*names, "held_out", "system"])
+            hint = did_you_mean(name, [*names, "held_out", "system"])
             raise ValueError(
-                f"--task-config: {shorten_value(name)} is no data set and no setting{hint}"
+                f"--task-config: {shorten_value(name)} is neither a data set nor a setting{hint}"
             )
 
     @functools.lru_cache(maxsize=16)
@@ -339,7 +361,7 @@ def make_maker(
 
     def make(question: tuple[str, int]) -> tuple[str, Any, str]:
         name, number = question
-        _seed_globals(number)
+        _seed_global_generators(number)
         offset = number % SIZE
         entry = get_data_set(name, number - offset)[offset]
         return entry["question"], entry["answer"], pack_entry(entry)
@@ -347,14 +369,16 @@ def make_maker(
     return make
 
 
-def make_scorer(settings: dict[str, dict[str, Any]]) -> Callable[[tuple[str, str, str]], float]:
+def make_answer_scorer(
+    settings: dict[str, dict[str, Any]],
+) -> Callable[[tuple[str, str, str]], float]:
     """
-    Makes a sealed worker's function, which returns the score of an answer.
+    Makes the function of a sealed worker that returns the score of an answer.
 
-    The question is the name of a data set, a packed entry and the answer.
+    The question to the worker is the name of a data set, a packed entry and the answer.
     """
     if any(READERS.get(name) is read_formula for name in settings):
-        prepare_sympy()
+        patch_and_preload_sympy()
     from reasoning_gym.factory import DATASETS
 
     data_sets = {name: make_data_set(name, 0, values) for name, values in settings.items()}
@@ -373,12 +397,12 @@ def make_scorer(settings: dict[str, dict[str, Any]]) -> Callable[[tuple[str, str
 
 
 def pack_entry(entry: dict[str, Any]) -> str:
-    """An entry as JSON. It marks tuples, because two of the scorers compare with tuples."""
+    """An entry of a data set as JSON, with tuples marked, since two scorers compare tuples."""
     return json.dumps(_mark_tuples(entry))
 
 
 def _mark_tuples(value: Any) -> Any:
-    """The value, with {"tuple": [...]} in place of each tuple at any depth."""
+    """The value with each tuple, at any depth, replaced by a dictionary that marks it."""
     if isinstance(value, dict):
         return {key: _mark_tuples(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -393,12 +417,12 @@ def _restore_tuple(value: dict[str, Any]) -> Any:
 
 
 def unpack_entry(text: str) -> Any:
-    """The entry that was packed, except that keys that were numbers are now texts."""
+    """The entry that was packed, with strings in place of keys that were numbers."""
     return json.loads(text, object_hook=_restore_tuple)
 
 
-def _seed_globals(number: int) -> None:
-    """Seeds the global random generators, which some data sets use too."""
+def _seed_global_generators(number: int) -> None:
+    """Seeds the global random generators of Python and NumPy, which some data sets use."""
     import numpy as np
 
     random.seed(number)
@@ -407,15 +431,15 @@ def _seed_globals(number: int) -> None:
 
 def make_data_set(name: str, seed: int, settings: dict[str, Any]) -> Any:
     """
-    A data set of `SIZE` problems.
+    A data set object of reasoning-gym with `SIZE` problems.
 
-    If the settings have `level`, the curriculum of reasoning-gym overrides other settings. Raises
-    ValueError for wrong settings.
+    If the settings include `level`, the curriculum of reasoning-gym overrides other settings.
+    Raises ValueError for wrong settings.
     """
     from reasoning_gym.factory import CURRICULA, DATASETS
 
     kind, config = DATASETS[name]
-    _seed_globals(seed)
+    _seed_global_generators(seed)
     values = settings | {"seed": seed, "size": SIZE}
     try:
         if "level" not in values:
@@ -426,11 +450,12 @@ def make_data_set(name: str, seed: int, settings: dict[str, Any]) -> Any:
         num_levels = max(len(attribute.levels) for attribute in attributes)
         if (
             type(level) is not int or not 0 <= level < num_levels
-        ):  # reasoning-gym would take the highest level instead
-            raise ValueError(f"it has {num_levels} levels, from 0")
+        ):  # reasoning-gym would use the highest level instead of a level that is too high
+            raise ValueError(f"level must be from 0 to {num_levels - 1}")
         curriculum.set_global_level(level)
         return kind(config=curriculum.generate_configuration(values))
     except (TypeError, AssertionError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"--task-config: {name} does not take {shorten_value(settings)} ({format_error(error)})"
+            f"--task-config: {name} does not accept {shorten_value(settings)} "
+            f"({format_error(error)})"
         ) from error

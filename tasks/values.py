@@ -1,4 +1,4 @@
-"""Three epistemic virtues, which a judge scores by a rubric."""
+"""The task `values`, in which a judge scores three epistemic virtues with a rubric."""
 
 from prompts.data import load_data
 from prompts.held_out import split_examples
@@ -6,7 +6,7 @@ from tasks.task import DATA, Sides, Task
 
 
 def load_examples() -> Sides:
-    """The prompts of data/values.jsonl."""
+    """The prompts in data/values.jsonl, split into training prompts and held-out prompts."""
     return split_examples(load_data(str(DATA / "values.jsonl")))
 
 

@@ -1,21 +1,21 @@
 """
-Tiny checkpoints in the layout of a hub model, with seeded random weights, for every family and shape that is supported.
+What many tests share: tiny checkpoints of every supported family, a tokenizer, and checks.
 
-No weight has its initial value: a bias of 0 or a norm weight of 1 that is dropped on the way would go unnoticed.
+Checkpoints are in the layout of a hub model. Their weights are random, with a fixed seed, and none
+has its usual initial value: the loss of a bias of 0 or of a norm weight of 1 would go unnoticed.
 """
 
 import os
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # read when the library is loaded; steadier on a busy machine
+# The library reads it when it is loaded. One thread is steadier on a busy machine.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import signal
 
-# a shell starts background jobs with SIGINT ignored, which the programs under test would inherit
+# A shell starts background jobs with SIGINT ignored. The programs under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import gc
@@ -29,24 +29,22 @@ from typing import Any
 
 import cpu_blas
 
-if os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-):  # hundreds of processes would compile the same files again
-    sys.dont_write_bytecode, sys.pycache_prefix = (
-        False,
-        str(cpu_blas.cache_directory() / "bytecode"),
-    )
+# Without bytecode, hundreds of processes would compile the same files again.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(cpu_blas.ensure_cache_directory() / "bytecode")
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 import hypothesis
 import mlx.core as mx
 import numpy as np
 import pytest
-from golden import golden  # noqa: F401  a fixture
+from golden import golden  # noqa: F401  (a fixture)
 from hypothesis import strategies as st
 from metal import toolchain
 
-hypothesis.settings.register_profile(  # the same examples in every run; a busy machine fails none of them
+# Every run has the same examples, and none fails because the machine is busy.
+hypothesis.settings.register_profile(
     "few",
     max_examples=12,
     deadline=None,
@@ -138,8 +136,8 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
-def seeded(request: pytest.FixtureRequest) -> None:
-    """Every test draws the same numbers, in whichever process it runs and whatever ran there before."""
+def seed_generators(request: pytest.FixtureRequest) -> None:
+    """Gives each test the same random numbers, in any process and after any other tests."""
     global RNG
     RNG = np.random.default_rng(1)
     if hasattr(request.module, "RNG"):
@@ -147,26 +145,30 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 
 def lacks_compiler() -> bool:
-    """Whether tests of kernels cannot run; where CI is set they fail for it instead."""
+    """Whether tests of kernels are left out. Where CI is set, they fail instead."""
     return not (mx.metal.is_available() or os.environ.get("CI") or toolchain.find())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what needs a compiler where there is none: one line at the end says so."""
-    if lacks_compiler():
-        needs = [
-            bool({"compiler", "metal"} & set(getattr(item, "fixturenames", ()))) for item in items
-        ]
-        config.hook.pytest_deselected(
-            items=[item for item, needy in zip(items, needs, strict=True) if needy]
-        )
-        items[:] = [item for item, needy in zip(items, needs, strict=True) if not needy]
+    """Leaves out tests that need a compiler if there is none. A line at the end says so."""
+    if not lacks_compiler():
+        return
+    left_out = []
+    remaining = []
+    for item in items:
+        needs_compiler = {"compiler", "metal"} & set(getattr(item, "fixturenames", ()))
+        (left_out if needs_compiler else remaining).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = remaining
 
 
 def pytest_collection_finish() -> None:
-    """What collecting made stays to the end: looked through at every collection of garbage it costs 0.3 s each time."""
+    """
+    Excludes the collected tests from garbage collection, since they live to the end.
+
+    Otherwise each collection takes 0.3 s longer.
+    """
     gc.freeze()
-    gc.get_freeze_count = lambda: 1  # what a run asks as it begins; counting them takes 10 to 30 ms
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -174,54 +176,61 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"tests/metal: kernels were not run, {toolchain.MISSING}")
 
 
-def message_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The ValueError that a call must raise, which must be one line."""
+def catch_message(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The message of the ValueError that a function must raise. It must be one line."""
     with pytest.raises(ValueError) as caught:
-        call(*args, **kwargs)
-    assert type(caught.value) is ValueError, "a kind of ValueError that somebody else raised"
-    text = str(caught.value)
-    assert "\n" not in text and len(text) < 700, text
-    return text
+        function(*args, **kwargs)
+    assert type(caught.value) is ValueError, "a subclass, which this project did not raise"
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 700, message
+    return message
 
 
-def readable(grader: Any) -> Any:
-    """A judge that gave a readable score before, and so is not given up."""
-    grader.cache.scores["an earlier question"] = 3.0
-    return grader
+def mark_readable(judge: Any) -> Any:
+    """Records a readable score of a remote judge, so that failures do not end its use."""
+    judge.cache.scores["an earlier question"] = 3.0
+    return judge
 
 
-def command(
+def run_command(
     program: str, *flags: Any, environment: dict[str, str] | None = None, **options: Any
 ) -> Any:
-    """A command as a user starts it, in a process of its own. environment: what is added to that of the tests."""
+    """
+    Runs a command in its own process, as a user does.
+
+    environment: variables that are added to those of the tests. options: of `subprocess.run`.
+    """
+    defaults = {"cwd": ROOT, "env": os.environ | (environment or {})}
     return subprocess.run(
         [sys.executable, program, *map(str, flags)],
-        **{"cwd": ROOT, "env": os.environ | (environment or {})} | options,
+        **defaults | options,
         capture_output=True,
         text=True,
         timeout=600,
     )
 
 
-def contents(directory: Path) -> dict[str, bytes | None]:
-    """Everything below a directory: bytes by path, None for a directory."""
-    return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(directory.rglob("*"))}
+def read_tree(directory: Path) -> dict[str, bytes | None]:
+    """The bytes of each file below a directory, by path. Directories have None."""
+    paths = sorted(directory.rglob("*"))
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
 
 
-def peak_of(compute: Callable[[], Any]) -> int:
-    """The bytes that a function and its arrays hold at most beside what is held before."""
+def measure_peak(compute: Callable[[], Any]) -> int:
+    """The peak memory in bytes of a function and of the arrays that it returns."""
     mx.clear_cache()
-    held = mx.get_active_memory()
+    bytes_before = mx.get_active_memory()
     mx.reset_peak_memory()
     mx.eval(compute())
-    return mx.get_peak_memory() - held
+    return mx.get_peak_memory() - bytes_before
 
 
-def checked_line(line: str, pattern: str) -> str:
-    """A line with which a command refuses what it was given, which must match a pattern."""
-    lines = line.splitlines(keepends=True)
-    # a busy machine's signs of life, and what a run warned of before
-    line = "".join(part for part in lines if not part.startswith(("... ", "WARNING after step")))
+def check_error_line(printed: str, pattern: str) -> str:
+    """Checks that a command printed one error line, which matches a pattern; returns the line."""
+    # A busy machine shows progress, and a run may have warned before.
+    other_lines = "... ", "WARNING after step"
+    lines = printed.splitlines(keepends=True)
+    line = "".join(line for line in lines if not line.startswith(other_lines))
     assert line.startswith("error: ") and line.endswith("\n") and line.count("\n") == 1, line
     assert "Traceback" not in line and len(line) < 1000, line
     assert re.search(pattern, line), line
@@ -229,46 +238,50 @@ def checked_line(line: str, pattern: str) -> str:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """A function that calls a command with flags that it must refuse in one line, and returns that line."""
+def check_refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function that checks that a command refuses flags in one line, and returns the line."""
 
-    def refused(main: Callable[[list[str]], None], flags: list[Any], pattern: str) -> str:
+    def check_refusal(main: Callable[[list[str]], None], flags: list[Any], pattern: str) -> str:
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main([str(flag) for flag in flags])
-        said = capsys.readouterr().err
-        assert ended.value.code == 2, said
-        return checked_line(said, pattern)
+        printed = capsys.readouterr().err
+        assert exit_info.value.code == 2, printed
+        return check_error_line(printed, pattern)
 
-    return refused
+    return check_refusal
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def whole_prompts(builder: Any, prompt: str, completion: str) -> list[list[int]]:
-    """The judge's prompts for one completion, one a criterion, as nothing shares them."""
-    shared = builder.head + builder.encode_question(prompt) + builder.encode_untrusted(completion)
-    return [shared + tail for tail in builder.tails]
+def make_whole_prompts(builder: Any, prompt: str, completion: str) -> list[list[int]]:
+    """The judge's prompts for a completion, one per criterion, without a shared prefix."""
+    prefix = (
+        builder.head
+        + builder.encode_question_segment(prompt)
+        + builder.encode_untrusted(completion)
+    )
+    return [prefix + tail for tail in builder.tails]
 
 
 def json_values(*keys: str) -> hypothesis.strategies.SearchStrategy[Any]:
-    """What a JSON file may hold, in objects with these keys."""
-    plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    """Any content of a JSON file, whose objects have some of these keys."""
+    scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 
-    def either(inner):
-        return st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(keys), inner)
+    def make_containers(values):
+        return st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(keys), values)
 
-    return st.recursive(plain, either, max_leaves=8)
+    return st.recursive(scalars, make_containers, max_leaves=8)
 
 
-def untimed(path: Path) -> list[dict[str, Any]]:
-    """A log without what depends on the clock and the machine."""
-    timed = re.compile(r"(/s|_s|tok_s)$|tok_s/|^mem/")
+def read_untimed_log(path: Path) -> list[dict[str, Any]]:
+    """A log without the values that depend on the clock or the machine."""
+    timed_key = re.compile(r"(/s|_s|tok_s)$|tok_s/|^mem/")
     return [
-        {key: value for key, value in line.items() if not timed.search(key)}
-        for line in read_log(path)
+        {key: value for key, value in record.items() if not timed_key.search(key)}
+        for record in read_log(path)
     ]
 
 
@@ -278,30 +291,30 @@ def write_log(path: Path, rows: Iterable[Any]) -> str:
     return str(path)
 
 
-def normal(*shape: int, scale: float = 1.0) -> mx.array:
+def draw_normal(*shape: int, scale: float = 1.0) -> mx.array:
     return mx.array(RNG.normal(0, scale, shape).astype(np.float32))
 
 
 def relative_error(ours: mx.array, theirs: mx.array) -> float:
+    """The largest difference, as a fraction of the largest value of `theirs`."""
     ours, theirs = np.array(ours.astype(mx.float32)), np.array(theirs.astype(mx.float32))
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
-def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
-    """Tensors by Hugging Face name, float32, none of them at the value that training would begin with."""
+def make_random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
+    """Float32 tensors by their Hugging Face names. None has its usual initial value."""
     rng = np.random.default_rng(seed)
-    prefix, config = (
-        ("model.language_model", config["text_config"])
-        if "text_config" in config
-        else ("model", config)
-    )
+    prefix = "model"
+    if "text_config" in config:
+        prefix = "model.language_model"
+        config = config["text_config"]
     is_hybrid = config["model_type"] == "qwen3_5_text"
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim", hidden // heads)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        scale = 1.0 if is_hybrid else 1.5  # a hybrid magnifies roundings
+        scale = 1.0 if is_hybrid else 1.5  # a hybrid magnifies rounding errors
         return rng.normal(0, scale / columns**0.5, (rows, columns))
 
     def norm(size: int) -> np.ndarray:
@@ -348,13 +361,13 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
 
 
 def write_checkpoint(directory: Path, config: dict[str, Any], num_shards: int = 1) -> Path:
-    """A model directory without tokenizer; more than one shard come with an index."""
+    """Writes a model directory without a tokenizer. Several shards have an index."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [2, 0], "do_sample": True})
     )
-    weights = random_weights(config)
+    weights = make_random_weights(config)
     if num_shards == 1:
         mx.save_safetensors(
             str(directory / "model.safetensors"), weights, metadata={"format": "pt"}
@@ -380,23 +393,24 @@ def write_checkpoint(directory: Path, config: dict[str, Any], num_shards: int = 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One directory a configuration; "qwen2.5" is in three shards."""
+    """A directory for each configuration; "qwen2.5" has three shards."""
     root = tmp_path_factory.mktemp("checkpoints")
-    return {
-        name: write_checkpoint(root / name, its, 3 if name == "qwen2.5" else 1)
-        for name, its in CONFIGS.items()
-    }
+    directories = {}
+    for name, config in CONFIGS.items():
+        num_shards = 3 if name == "qwen2.5" else 1
+        directories[name] = write_checkpoint(root / name, config, num_shards)
+    return directories
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3.5"])
 def tiny_model(checkpoints: dict[str, Path], request: pytest.FixtureRequest) -> Path:
-    """A model with attention alone, and one with gated delta nets."""
+    """The directory of a model with attention only, and of one with gated delta nets."""
     return checkpoints[request.param]
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """A byte-level tokenizer of fewer than 320 ids with a ChatML template that knows `enable_thinking`."""
+    """A byte-level tokenizer with fewer than 320 ids. Its ChatML template has `enable_thinking`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -404,8 +418,12 @@ def tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    how = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, **how)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     backend.train_from_iterator(["one and two is three", "what is two and two?"], trainer)
     template = (
         "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -425,7 +443,7 @@ def tokenizer() -> Any:
 def model_directory(
     checkpoints: dict[str, Path], tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A tiny Qwen3 with its tokenizer: everything that a hub model has."""
+    """The directory of a tiny Qwen3 with its tokenizer, as complete as a hub model."""
     directory = tmp_path_factory.mktemp("model")
     for file in checkpoints["qwen3"].iterdir():
         (directory / file.name).write_bytes(file.read_bytes())

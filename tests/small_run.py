@@ -1,55 +1,23 @@
 """A run on the bundled model that is small enough for a test, and one update of it."""
 
-import copy
-import functools
-import types
-
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
-import yaml
 from mlx.utils import tree_flatten
 
-import flags
 import grpo
 import sampler
 import update
 from disk import model_choice
-from prompts import chat_template
 from run import GrpoRun
 from settings import sources
-from settings.sources import given_settings, parse_flags
+from settings.sources import parse_flags, settings_from_flags
 from step.batch import Batch, make_batches
 from step.generation import rollout_fields
 from step.sample import new_samples
-from tasks import demo
 from tasks.draws import epoch_indices
 
-RENDERED = {}
-encode_prompts = chat_template.encode_prompts
-
-
-def encode_prompts_once(tokenizer, examples, **how):
-    """`chat_template.encode_prompts`, which is most of what it takes to make a run on the bundled model's 2,000."""
-    examples = list(examples)
-    told = [(one["prompt"], one.get("system"), one.get("chat_template_kwargs")) for one in examples]
-    what = (tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer), told, how["thinking"])
-    key = chat_template.encode_chat, repr(what)
-    longest = max(map(len, RENDERED.get(key, ())), default=0)
-    if key not in RENDERED or longest + how["max_tokens"] > how["context"]:  # which it refuses
-        RENDERED[key] = encode_prompts(tokenizer, examples, **how)
-    return [list(ids) for ids in RENDERED[key]]
-
-
-chat_template.encode_prompts = encode_prompts_once
-yaml_once = functools.cache(yaml.load)
-copied = {"load": lambda *text: copy.deepcopy(yaml_once(*text))}
-flags.yaml = types.SimpleNamespace(
-    **vars(yaml) | copied
-)  # each run reads a recipe, and its rubric four times
-problems_once = functools.cache(demo.examples)
-demo.examples = lambda held_out, num: [one.copy() for one in problems_once(held_out, num)]
-SMALL = [
+SMALL_FLAGS = [
     "--model",
     "demo",
     "--batch",
@@ -61,133 +29,171 @@ SMALL = [
     "--eval-limit",
     "16",
 ]
-
-
-def make_config(*flags):
-    args = parse_flags([*SMALL, *flags])
-    return resolve(given_settings(args), args.config, args.resume)[0]
-
-
-def resolve(flags, recipe=None, resume=None):
-    """Settings and the line about the model, as `train.py` finds them."""
-    return sources.resolve_settings(flags, recipe, resume, model_choice.choose_model)
-
-
-def make_run(tmp_path, *flags):
-    run = GrpoRun(make_config(*flags), tmp_path)
-    run.open()
-    return run
-
-
 ADVANTAGES = np.random.default_rng(3).normal(size=12)
 
 
-def sample(run, advantages=None, key=1):
-    """Samples of the run's first prompts; their advantages, N."""
-    config = run.config
-    indices = epoch_indices(len(run.task.train), config.sampling.batch, 0, 0)
-    examples, prompts = (
-        [held[index] for index in indices] for held in (run.task.train, run.prompt_ids)
-    )
-    rollout = sampler.rollout(
-        run.model, prompts, run.sampling, group_size=config.sampling.groups, key=key
-    )
+# ---- a run
+
+
+def resolve_settings(settings, recipe=None, resume=None):
+    """The settings, and the line about the model, as `train.py` resolves them."""
+    return sources.resolve_settings(settings, recipe, resume, model_choice.choose_model)
+
+
+def make_config(*flags):
+    args = parse_flags([*SMALL_FLAGS, *flags])
+    return resolve_settings(settings_from_flags(args), args.config, args.resume)[0]
+
+
+PROMPT_IDS = {}  # prompt ids of earlier runs, by everything that they depend on
+
+
+class SmallRun(GrpoRun):
+    """A run without tools that reuses the prompt ids of earlier runs: encoding takes longest."""
+
+    def _encode_prompts(self, examples, kind="training prompt"):
+        examples = list(examples)
+        if self.toolbox:
+            return super()._encode_prompts(examples, kind)
+        tokenizer = self.tokenizer
+        template = tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer)
+        context = self.model.config.max_position_embeddings
+        key = repr((examples, kind, self.config.sampling, template, context))
+        if key not in PROMPT_IDS:
+            PROMPT_IDS[key] = super()._encode_prompts(examples, kind)
+        return [list(ids) for ids in PROMPT_IDS[key]]
+
+
+def make_run(run_dir, *flags):
+    run = SmallRun(make_config(*flags), run_dir)
+    run.open_logs_and_record_inputs()
+    return run
+
+
+# ---- samples
+
+
+def sample_first_prompts(run, advantages=None, key=1):
+    """Samples of the prompts of the run's first step, with these advantages, (N,)."""
+    sampling = run.config.sampling
+    indices = epoch_indices(len(run.task.train), sampling.batch, 0, 0)
+    examples = [run.task.train[index] for index in indices]
+    prompts = [run.prompt_ids[index] for index in indices]
+    rollout = sampler.rollout(run.model, prompts, run.sampling, group_size=sampling.groups, key=key)
     texts = sampler.decode_texts(run.tokenizer, rollout, run.model.config.eos_ids)
-    return advanced(
-        of_rollout(prompts, rollout, examples, texts),
-        ADVANTAGES if advantages is None else advantages,
-    )
+    samples = samples_from_rollout(prompts, rollout, examples, texts)
+    return set_advantages(samples, ADVANTAGES if advantages is None else advantages)
 
 
-def of_rollout(prompts, rollout, examples=None, texts=None):
-    size = len(rollout.finish_reasons) // len(prompts)
-    found = zip(
-        new_samples(examples or [{}] * len(prompts), prompts, size),
-        rollout_fields(rollout, texts),
-        strict=True,
-    )
-    return [one._replace(**its) for one, its in found]
-
-
-def advanced(samples, advantages):
+def samples_from_rollout(prompts, rollout, examples=None, texts=None):
+    """The samples of a rollout. examples: one per prompt; None: empty ones."""
+    group_size = len(rollout.finish_reasons) // len(prompts)
+    empty_samples = new_samples(examples or [{}] * len(prompts), prompts, group_size)
+    fields_of_rows = rollout_fields(rollout, texts)
     return [
-        one._replace(advantage=float(its))
-        for one, its in zip(samples, np.ravel(advantages), strict=True)
+        sample._replace(**fields)
+        for sample, fields in zip(empty_samples, fields_of_rows, strict=True)
     ]
 
 
-def shifted(samples, scale):
-    """The samples as another policy would have recorded them."""
+def set_advantages(samples, advantages):
+    """The samples with these advantages, (N,) or (B, G)."""
+    return [
+        sample._replace(advantage=float(advantage))
+        for sample, advantage in zip(samples, np.ravel(advantages), strict=True)
+    ]
+
+
+def shift_logprobs(samples, scale):
+    """The samples as another policy would have recorded them: with normal noise on logprobs."""
     rng = np.random.default_rng(0)
-    return [
-        one._replace(logprobs=one.logprobs + scale * rng.normal(size=len(one.loss_positions)))
-        for one in samples
-    ]
+    shifted_samples = []
+    for sample in samples:
+        noise = rng.normal(size=len(sample.loss_positions))
+        shifted_samples.append(sample._replace(logprobs=sample.logprobs + scale * noise))
+    return shifted_samples
 
 
-def recorded(samples):
-    """What the sampler recorded, (N, T), and the mask."""
-    widths = [len(one.loss_positions) for one in samples]
+def stack_logprobs(samples):
+    """The log-probabilities that the sampler recorded, (N, T), 0 outside the mask; the mask."""
+    widths = [len(sample.loss_positions) for sample in samples]
     mask = np.arange(max(widths)) < np.array(widths)[:, None]
     logprobs = np.zeros(mask.shape)
-    logprobs[mask] = np.concatenate([one.logprobs for one in samples])
+    logprobs[mask] = np.concatenate([sample.logprobs for sample in samples])
     return logprobs, mask
 
 
-def told(batches, field, rows):
-    """The batches with a column, (M, T) of each, from values of all rows, (N, T)."""
-    rows = mx.array(rows, mx.float32)
-    columns = [rows[mx.array(one.rows), : one.mask.shape[1]] for one in batches]
-    if field in grpo.Tokens._fields and field not in Batch._fields:
-        pairs = zip(batches, columns, strict=True)
-        return [one._replace(columns=one.columns | {field: column}) for one, column in pairs]
-    return [one._replace(**{field: column}) for one, column in zip(batches, columns, strict=True)]
+# ---- batches
 
 
-def logprobs_of(run, batches, num_rows=12):
-    """Log-probabilities under the policy of all rows, (N, T) float64, 0 outside the mask."""
-    found = np.zeros((num_rows, max(batch.mask.shape[1] for batch in batches)))
+def add_column(batches, field, values):
+    """The batches with one more column, (M, T) in each, from the values of all rows, (N, T)."""
+    values = mx.array(values, mx.float32)
+    is_loss_column = field in grpo.Tokens._fields and field not in Batch._fields
+    widened_batches = []
     for batch in batches:
-        logprobs, _ = run.learner.loss.logprobs(run.model, batch)
-        found[batch.rows, : batch.mask.shape[1]] = np.array(logprobs * batch.mask)
-    return found
+        column = values[mx.array(batch.rows), : batch.mask.shape[1]]
+        if is_loss_column:
+            batch = batch._replace(columns=batch.columns | {field: column})
+        else:
+            batch = batch._replace(**{field: column})
+        widened_batches.append(batch)
+    return widened_batches
+
+
+def compute_logprobs(run, batches, num_rows=12):
+    """Log-probabilities of all rows under the policy, (N, T) float64, 0 outside the mask."""
+    width = max(batch.mask.shape[1] for batch in batches)
+    all_logprobs = np.zeros((num_rows, width))
+    for batch in batches:
+        logprobs, _ = run.learner.loss.logprobs_and_entropies(run.model, batch)
+        all_logprobs[batch.rows, : batch.mask.shape[1]] = np.array(logprobs * batch.mask)
+    return all_logprobs
+
+
+# ---- updates
 
 
 def update_once(run, budget=100_000, advantages=None):
+    """Samples the first prompts and updates the policy with them; returns the update's result."""
     if advantages is None:
         shape = run.config.sampling.batch, run.config.sampling.groups
         advantages = grpo.group_advantages(np.random.default_rng(3).normal(size=shape))
-    batches = make_batches(sample(run, advantages), budget, "off")
-    batches = (
-        update.add_reference_logprobs(run.learner, batches)
-        if run.config.objective.beta
-        else batches
-    )
-    result = update.run_optimizer_steps(
-        run.learner, batches, update.learning_rate(run.config, run.step)
-    )
-    run.end_step()
+    batches = make_batches(sample_first_prompts(run, advantages), budget, "off")
+    if run.config.objective.beta:
+        batches = update.add_reference_logprobs(run.learner, batches)
+    scheduled_learning_rate = update.scheduled_learning_rate(run.config, run.step)
+    result = update.run_optimizer_steps(run.learner, batches, scheduled_learning_rate)
+    run.mark_step_as_complete()
     return result
 
 
-def descend_plainly(run):
-    """Not by AdamW, whose first step is g / (|g| + 1e-8): where g is almost 0, a rounding of it is a whole step."""
+def use_sgd(run):
+    """
+    Makes updates descend along the gradient itself.
+
+    AdamW's first step is g / (|g| + 1e-8). Where g is almost 0, its rounding is a whole step.
+    """
     run.learner.optimizer = optim.SGD(0.0)  # an update sets its rate
 
 
-class Recorder:
-    """An optimizer that keeps the gradients it is given, and changes nothing."""
+class GradientRecorder:
+    """An optimizer that records the gradients it gets, and changes no weight."""
 
     def __init__(self):
-        self.state, self.learning_rate, self.step, self.grads = {}, 0.0, mx.array(0), []
+        self.state = {}
+        self.learning_rate = 0.0
+        self.step = mx.array(0)
+        self.grads = []
 
     def apply_gradients(self, grads, masters):
         self.grads.append(dict(tree_flatten(grads)))
         return masters
 
 
-def gradient_of_update(run, batches):
-    """The result of an update that changes nothing, and the gradient it would have taken."""
-    run.learner.optimizer = Recorder()
+def record_gradient(run, batches):
+    """The result of an update that changes no weight, and the gradient that it computed."""
+    recorder = GradientRecorder()
+    run.learner.optimizer = recorder
     result = update.run_optimizer_steps(run.learner, batches, 1e-3)
-    return result, run.learner.optimizer.grads[-1]
+    return result, recorder.grads[-1]

@@ -5,7 +5,7 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import message_of
+from conftest import catch_message
 from extras import needs
 from test_lora import TOKENS, adapted
 
@@ -32,7 +32,7 @@ def change(directory, layout, parameters=(), tensors=None):
 def exported(tiny_model, tmp_path):
     """A random adapter as a run saves it, and the same in PEFT's layout."""
     model = adapted(tiny_model)
-    lora.save_adapter(model, tmp_path / "ours", str(tiny_model))
+    lora.save_adapter_or_full_weights(model, tmp_path / "ours", str(tiny_model))
     export.main(
         ["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")]
     )
@@ -41,11 +41,14 @@ def exported(tiny_model, tmp_path):
 
 def test_an_adapter_comes_back_from_the_other_layout_to_the_bit(exported):
     _, root = exported
-    ours, theirs = adapters.read_adapter(root / "ours"), adapters.read_adapter(root / "peft")
+    ours, theirs = (
+        adapters.read_lora_adapter(root / "ours"),
+        adapters.read_lora_adapter(root / "peft"),
+    )
     assert ours.pairs.keys() == theirs.pairs.keys() and ours[:2] == theirs[:2]
     for name, pair in ours.pairs.items():
-        for one, other in zip(pair, theirs.pairs[name], strict=True):
-            assert mx.array_equal(one, other) and one.dtype == other.dtype
+        for array, other in zip(pair, theirs.pairs[name], strict=True):
+            assert mx.array_equal(array, other) and array.dtype == other.dtype
 
 
 def test_the_exported_numbers_are_those_of_the_formula(exported):
@@ -62,13 +65,13 @@ def test_the_exported_numbers_are_those_of_the_formula(exported):
         + config["lora_alpha"] / config["r"] * x @ low.T @ high.T
     )
     np.testing.assert_allclose(np.array(layer(mx.array(x.astype(np.float32)))), expected, atol=1e-5)
-    assert config["target_modules"] == sorted(adapters.read_adapter(root / "ours").pairs)
+    assert config["target_modules"] == sorted(adapters.read_lora_adapter(root / "ours").pairs)
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "pattern"),
     [
-        ({"peft_type": "IA3"}, "has peft_type 'IA3', which is not supported; merge it"),
+        ({"peft_type": "IA3"}, "has peft_type 'IA3', which is not supported; merge the adapter"),
         ({"use_dora": True}, "has use_dora True, which is not supported"),
         ({"rank_pattern": {"o_proj": 4}}, "has rank_pattern {'o_proj': 4}"),
         ({"bias": "all"}, "has bias 'all'"),
@@ -78,22 +81,22 @@ def test_the_exported_numbers_are_those_of_the_formula(exported):
         ),  # its base is not the model's
         ({"alora_invocation_tokens": [1, 2]}, r"has alora_invocation_tokens \[1, 2\]"),
         ({"r": 0}, "has {'r': 0, 'lora_alpha'"),
-        ({"lora_alpha": None}, "'lora_alpha': None}; they must make"),
+        ({"lora_alpha": None}, "'lora_alpha': None}; the rank must be"),
     ],
 )
-def test_what_peft_can_and_this_model_cannot_is_refused_by_name(exported, changed, said):
+def test_what_peft_can_and_this_model_cannot_is_refused_by_name(exported, changed, pattern):
     _, root = exported
     path = root / "peft" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    with pytest.raises(ValueError, match=said):
-        adapters.read_adapter(root / "peft")
+    with pytest.raises(ValueError, match=pattern):
+        adapters.read_lora_adapter(root / "peft")
 
 
 def test_the_scale_of_rank_stabilized_adapters_is_alpha_over_the_root_of_the_rank(exported):
     _, root = exported
     config = json.loads((root / "peft" / "adapter_config.json").read_text())
     change(root / "peft", "peft", {"use_rslora": True})
-    assert adapters.read_adapter(root / "peft").scale == pytest.approx(
+    assert adapters.read_lora_adapter(root / "peft").scale == pytest.approx(
         config["lora_alpha"] / config["r"] ** 0.5
     )
 
@@ -113,8 +116,8 @@ def test_ranks_and_scales_that_no_adapter_has_are_refused_in_a_line(exported, la
         ]:  # a rank that the tensors do not have
             (directory / "adapter_config.json").write_text(before)
             change(directory, layout, {name: value})
-            said = message_of(adapters.read_adapter, directory)
-            assert "; they must make" in said or "has no two matrices of" in said, value
+            message = catch_message(adapters.read_lora_adapter, directory)
+            assert "; the rank must be" in message or "two matrices of rank" in message, value
 
 
 @pytest.mark.parametrize("layout", WEIGHTS)
@@ -125,15 +128,18 @@ def test_an_adapter_without_tensors_or_with_infinite_ones_is_refused(exported, l
         name: array / 0 for name, array in mx.load(str(directory / WEIGHTS[layout])).items()
     }
     mx.eval(infinite)
-    for tensors, said in (({}, "holds no tensors"), (infinite, "has values that are not finite")):
+    for tensors, problem in (
+        ({}, "contains no tensors"),
+        (infinite, "has values that are not finite"),
+    ):
         change(directory, layout, tensors=tensors)
-        assert said in message_of(adapters.read_adapter, directory)
+        assert problem in catch_message(adapters.read_lora_adapter, directory)
 
 
-def test_a_model_trained_whole_has_no_adapter_to_export(tiny_model, tmp_path, refused):
-    lora.save_adapter(gwen.load_model(tiny_model), tmp_path / "full", "tiny")
+def test_a_model_trained_whole_has_no_adapter_to_export(tiny_model, tmp_path, check_refusal):
+    lora.save_adapter_or_full_weights(gwen.load_model(tiny_model), tmp_path / "full", "tiny")
     flags = ["--export", "peft", "--adapter", tmp_path / "full", "--out", tmp_path / "out"]
-    refused(export.main, flags, "holds a whole model; write it with export.py --fuse")
+    check_refusal(export.main, flags, rf"--adapter {tmp_path}/full .*export.py --fuse")
     assert not (tmp_path / "out").exists()
 
 
@@ -147,7 +153,7 @@ def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
 
     directory = checkpoints[family]
     model = adapted(directory, targets=targets)
-    lora.save_adapter(model, tmp_path / "ours", str(directory))
+    lora.save_adapter_or_full_weights(model, tmp_path / "ours", str(directory))
     export.main(
         ["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")]
     )
@@ -181,31 +187,31 @@ def test_an_adapter_of_another_base_is_told_with_both_names(
         (tmp_path / layout).mkdir()
         config = {key: base} | ({"peft_type": "LORA"} if layout == "peft" else {})
         (tmp_path / layout / "adapter_config.json").write_text(json.dumps(config))
-        model_choice.warn_of_other_base(tmp_path / layout, model, "--init-adapter")
-        told = capsys.readouterr().err
+        model_choice.warn_of_different_base(tmp_path / layout, model, "--init-adapter")
+        printed = capsys.readouterr().err
         if is_other:
             assert (
-                told.count("\n") == 1
-                and base in told
-                and model in told
-                and "--init-adapter" in told
+                printed.count("\n") == 1
+                and base in printed
+                and model in printed
+                and "--init-adapter" in printed
             )
         else:
-            assert told == ""
+            assert printed == ""
 
 
 def test_every_way_to_put_an_adapter_on_another_base_tells_of_it(tmp_path, capsys):
     model, _ = gwen.load("demo")
     lora.apply(model, 2, 2.0)
-    lora.save_adapter(model, tmp_path / "other", "Qwen/Qwen3-0.6B")
+    lora.save_adapter_or_full_weights(model, tmp_path / "other", "Qwen/Qwen3-0.6B")
     for number, flags in enumerate((["--fuse"], ["--export", "peft"])):
         model_choice.print_once.cache_clear()
         out = tmp_path / str(number)
         export.main(
             [*flags, "--adapter", str(tmp_path / "other"), "--model", "demo", "--out", str(out)]
         )
-        told = capsys.readouterr().err
-        assert "Qwen/Qwen3-0.6B" in told and "demo" in told, flags
+        printed = capsys.readouterr().err
+        assert "Qwen/Qwen3-0.6B" in printed and "demo" in printed, flags
     other = str(tmp_path / "other")
     for load in (
         lambda: gwen.load("demo", adapter=other),

@@ -12,7 +12,7 @@ from hostile import ANSWERS, DATA, PLANTED, TEXTS
 
 from rewards import math_answers, verifiers
 from sandbox import seal
-from sandbox.workers import Pool
+from sandbox.workers import WorkerPool
 
 on_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="macOS holds by its sandbox, another table"
@@ -26,9 +26,9 @@ INSIDE = {
 
 
 def test_no_attack_is_a_right_answer_to_the_reader_of_formulas():
-    pool = Pool("rewards.equality:make_math_checker", (), num=1, limit=0.2, sealed=True)
+    pool = WorkerPool("rewards.equality:make_math_checker", (), num=1, limit=0.2, sealed=True)
     asked = [
-        math_answers.is_same_value((r"\{7,8\}", r"2\sqrt{3}")[place % 2], text)
+        math_answers.compare_values((r"\{7,8\}", r"2\sqrt{3}")[place % 2], text)
         for place, text in enumerate(ANSWERS)
     ]
     pairs = [pair for pair in asked if isinstance(pair, tuple)]
@@ -58,7 +58,7 @@ def inside():
         patch.setenv("PYTHONPATH", str(ROOT / "tests"))
         patch.setenv("JUDGE_API_KEY", KEY)
         sources = {code: code for codes in INSIDE.values() for code in codes}
-        pool = Pool("attacks:answerer", ("", sources, PLANTED), num=1, limit=0.2, sealed=True)
+        pool = WorkerPool("attacks:answerer", ("", sources, PLANTED), num=1, limit=0.2, sealed=True)
         yield lambda *deeds: pool.answer_all([*deeds, ("double", 3)])
         pool.close()
 

@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import QWEN3, normal, relative_error
+from conftest import QWEN3, draw_normal, relative_error
 from mlx.utils import tree_flatten
 
 import gwen
@@ -80,7 +80,7 @@ def gradient_of_ours(queries, keys, values, d_out, dtype):
 def gradient_of_adapters(model, dtype, gradient, monkeypatch) -> np.ndarray:
     """With queries, keys and values in 16 bits, the rest in float32, and one or another gradient of attention."""
 
-    def attend(queries, parts, layout):
+    def attend_to_parts(queries, parts, layout):
         def forward(*arrays):
             return attention.attention_ref(
                 *(x.astype(dtype).astype(mx.float32) for x in arrays), "causal"
@@ -100,7 +100,7 @@ def gradient_of_adapters(model, dtype, gradient, monkeypatch) -> np.ndarray:
         custom.vjp(backward)
         return custom(queries, *parts[0])
 
-    monkeypatch.setattr(attention, "attend", attend)
+    monkeypatch.setattr(attention, "attend_to_parts", attend_to_parts)
 
     def loss(parameters):
         model.update(parameters)
@@ -135,9 +135,9 @@ def test_the_gradient_by_blocks_is_that_of_the_expression(
     mask, length, num_keys, at_once, monkeypatch
 ):
     queries, keys, values = (
-        normal(2, 6, length, 8),
-        normal(2, 2, num_keys, 8),
-        normal(2, 2, num_keys, 8),
+        draw_normal(2, 6, length, 8),
+        draw_normal(2, 2, num_keys, 8),
+        draw_normal(2, 2, num_keys, 8),
     )
     if mask == "array":
         mask = mx.array(np.random.default_rng(3).random((2, 1, length, num_keys)) < 0.5) | (
@@ -148,8 +148,8 @@ def test_the_gradient_by_blocks_is_that_of_the_expression(
         return lambda *arrays: (attend(*arrays, mask) * mx.arange(8)).square().sum()
 
     expected = mx.grad(loss(attention.attention_ref), argnums=(0, 1, 2))(queries, keys, values)
-    monkeypatch.setattr(attention, "is_fused", lambda _: True)
-    monkeypatch.setattr(attention, "choose_query_chunk", lambda *_: at_once)
+    monkeypatch.setattr(attention, "has_float32_attention_kernel", lambda _: True)
+    monkeypatch.setattr(attention, "choose_query_chunk_size", lambda *_: at_once)
     found = mx.grad(loss(attention.attention), argnums=(0, 1, 2))(queries, keys, values)
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_error(ours, theirs) < 1e-5

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, message_of
+from conftest import ROOT, catch_message
 from extras import needs
 
 import gwen
@@ -22,7 +22,7 @@ IN_TEXT = "def score(completions, answer, **_): return [float(right in text) for
 
 def audited(tmp_path, body, examples=PRODUCTS):
     (tmp_path / "mine.py").write_text(body)
-    return audit.audit(*rewards.load_reward(f"{tmp_path / 'mine.py'}:score"), examples)
+    return audit.audit_reward(*rewards.load_reward(f"{tmp_path / 'mine.py'}:score"), examples)
 
 
 def names(lines):
@@ -45,7 +45,7 @@ def test_the_rewards_of_the_pages_pass_the_audit_on_text_and_on_chat(tmp_path, p
 def test_no_cheat_is_paid_by_a_bundled_verifier(task):
     verifier = sums.correct if task == "demo" else verifiers.math_correct
     examples = tasks.load_task("demo").held_out if task == "demo" else PRODUCTS
-    found = audit.audit("correct", verifier, examples)
+    found = audit.audit_reward("correct", verifier, examples)
     said_more = {
         "after its work",
         "explained afterwards",
@@ -62,7 +62,7 @@ def test_no_cheat_is_paid_where_reasoning_gym_pays_for_parts(tmp_path):
     task = tasks.make_task(
         preflight.resolve_settings(flags, None, None, model_choice.choose_model)[0]
     )
-    found = audit.audit("correct", task.rewards["correct"], task.held_out)
+    found = audit.audit_reward("correct", task.rewards["correct"], task.held_out)
     assert found.form == "<answer>%s</answer>" and all(line.is_honest for line in found.surprises)
     row = {name: [task.held_out[0][name]] for name in ("answer", "category", "entry")}
     replies = [f"<answer>{text}{row['answer'][0]}</answer>" for text in ("", "not ", "1")]
@@ -82,7 +82,7 @@ NEAR = [  # an answer, the verifier that pays what is nearly right, what else it
 def surprises_of(rewards, examples, judged=False, **task):
     weights, rubric = dict.fromkeys(rewards, 1.0), Path("rubric.yaml") if judged else None
     return list(
-        audit.first_surprises(
+        audit.audit_user_rewards(
             tasks.Task("own", rewards, weights, train=examples, rubric=rubric, **task)
         )
     )
@@ -97,7 +97,7 @@ def test_a_reward_that_looks_for_the_answer_is_found_to_pay_three_cheats(tmp_pat
     assert {"denied", "two guesses", "thought, not said"} <= dishonest
     (line,) = surprises_of({"score": rewards.load_reward(f"{tmp_path}/mine.py:score")[1]}, PRODUCTS)
     assert (
-        "mine.py:1), " in line
+        "mine.py:1) on " in line
         and "and the answers of 4 rows: it pays for 'The answer is def" in line
     )
 
@@ -110,20 +110,21 @@ def test_a_reward_that_pays_near_misses_is_told_and_no_verifier_pays_them(tmp_pa
     found = audited(
         tmp_path, f"def score(completions, answer, **_): return list(map(float, {paid}))", examples
     )
-    near = audit.near_misses(answer)
+    near = audit.near_misses_by_fault(answer)
     assert near.keys() & names(found.surprises), names(found.surprises)
     (line,) = surprises_of(
         {}, examples, verifier=rewards.load_reward(f"{tmp_path}/mine.py:score")[1]
     )
-    assert line.startswith("audit: the verifier: it pays for ")
+    assert line.startswith("audit of the verifier: it pays for ")
 
 
 def test_a_near_miss_of_one_long_word_is_made_at_once():
     begin, word = time.process_time(), "ACGT" * 300
     assert (
-        audit.near_misses(word) == {"a letter more": f"{word}x"} and time.process_time() - begin < 2
+        audit.near_misses_by_fault(word) == {"a letter more": f"{word}x"}
+        and time.process_time() - begin < 2
     )  # it took 4 s
-    assert audit.near_misses("one two, 3 four")["words swapped"] == "four two, 3 one"
+    assert audit.near_misses_by_fault("one two, 3 four")["words swapped"] == "four two, 3 one"
 
 
 @pytest.mark.parametrize("kind", verifiers.VERIFIERS)
@@ -136,11 +137,11 @@ def test_each_verifier_pays_right_answers_and_no_near_miss_of_its_own_kind(kind)
         "exact": ["2025-09-01", "10:30", "Marie Curie", "AB-12", "3-2"],
     }
     answers = golds.get(kind, golds["math"]) * 3
-    _, verify = verifiers.choose(kind, answers)
+    _, verify = verifiers.choose_verifier(kind, answers)
     pairs = [
         (gold, f"<answer>{near}</answer>")
         for gold in answers
-        for near in audit.near_misses(gold).values()
+        for near in audit.near_misses_by_fault(gold).values()
     ]
     assert not any(
         verify(completions=[text for _, text in pairs], answer=[gold for gold, _ in pairs])
@@ -163,8 +164,8 @@ def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
         own["right"].num_paid == 3
         and own["wrong"].num_paid == 0 == own["very long, an order"].num_paid
     )
-    told = audit.describe_surprise(found)  # the form that is asked for, where a sentence is none
-    assert ("it pays answers of the form" in told) == (form != audit.SENTENCE)
+    told = audit.summarize_audit(found)  # the form that is asked for, where a sentence is none
+    assert ("it pays for answers in the form" in told) == (form != audit.SENTENCE)
     assert form == audit.SENTENCE or repr(found.form % PRODUCTS[0]["answer"]) in told
 
 
@@ -174,7 +175,7 @@ def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
         (
             "return [-float(len(text)) for text in completions]",
             PRODUCTS,
-            "right answers earn no more than wrong ones",
+            "right answers earn no more than wrong answers",
         ),
         (
             "return [float(text == 'Hi') for text in completions]",
@@ -184,7 +185,7 @@ def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
         (
             "return [1.0 if answer[0] else None] * len(completions)",
             PRODUCTS,
-            "it gives 1 to everything",
+            "the reward is 1 for every",
         ),
     ],
 )
@@ -196,9 +197,9 @@ def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_and_whether_anoth
     own = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("score", "other"))
     (line,) = surprises_of({"score": own["score"]}, examples, False)
     named = "answers" if examples == PRODUCTS else "prompts"
-    assert said in line and f", and the {named} of {len(examples)} rows" in line
+    assert said in line and f" and the {named} of {len(examples)} rows" in line
     (line,) = surprises_of({"score": own["score"]}, examples, True)
-    others = "; another reward or the judge may tell right from wrong"
+    others = "; another reward or the judge may tell right answers from wrong ones"
     assert said in line and line.endswith(
         others if examples == PRODUCTS else "1 to the prompt, 0 to very long"
     )
@@ -214,12 +215,12 @@ def test_the_text_of_a_surprise_is_one_that_is_paid_and_a_gate_is_counted(tmp_pa
     ]
     found = audited(tmp_path, IN_TEXT.replace("in text", "in text and 'or' not in text"), examples)
     assert {line.name: line.text for line in found.surprises}["the prompt"] == "Only some jam."
-    gated = audit.audit(*rewards.load_reward(f"{tmp_path}/mine.py:score"), examples, "form")
+    gated = audit.audit_reward(*rewards.load_reward(f"{tmp_path}/mine.py:score"), examples, "form")
     paid = [
         {line.name: line.num_paid for line in one.lines}["the answer alone"]
         for one in (found, gated)
     ]
-    assert paid == [2, 0] and "through --reward-gate form: " in next(audit.audit_table(gated))
+    assert paid == [2, 0] and "through --reward-gate form: " in next(audit.audit_table_lines(gated))
 
 
 def test_the_text_of_an_unpaid_right_answer_is_the_first_that_is_not_paid(tmp_path):
@@ -237,7 +238,7 @@ def test_what_earns_a_fifth_of_the_best_paid_right_form_is_not_paid(tmp_path):
     body = "def score(completions, answer, **_):\n return [1 if text == right else 0.2 * (text[0:4] != 'The ' or right "
     body += "in text) * ('is' in text) for text, right in zip(completions, answer)]"
     found = audited(tmp_path, body, examples)
-    paid = {line.name: (line.mean, line.num_paid) for line in found.lines}
+    paid = {line.name: (line.mean_text, line.num_paid) for line in found.lines}
     assert (
         found.form == audit.ALONE and paid["right"] == ("1", 2) and paid["a sentence"] == ("0.2", 0)
     )
@@ -246,11 +247,11 @@ def test_what_earns_a_fifth_of_the_best_paid_right_form_is_not_paid(tmp_path):
 
 def test_rows_are_taken_by_their_answers_which_may_be_numbers_or_missing():
     examples = [{"prompt": "?", "answer": answer} for answer in (None, "", 0, "Zero", "zero", 0)]
-    assert [(row.right, row.wrong) for row in audit.make_rows(examples)] == [
+    assert [(row.right, row.wrong) for row in audit.choose_varied_examples(examples)] == [
         ("0", "zero"),
         ("zero", "0"),
     ]
-    assert [row.right for row in audit.make_rows(examples[:2])] == ["", ""]
+    assert [row.right for row in audit.choose_varied_examples(examples[:2])] == ["", ""]
 
 
 # ---- in the commands
@@ -268,14 +269,12 @@ def data_file(tmp_path):
 def test_preflight_shows_the_whole_table_and_asks_no_judge(tmp_path, capsys):
     preflight.main(["--audit", *data_file(tmp_path)])
     head, *lines = capsys.readouterr().out.splitlines()
-    assert (
-        head.startswith("reward score (") and "made up of 3 rows" in head and "memory:" not in head
-    )
+    assert head.startswith("reward score (") and "for 3 rows" in head and "memory:" not in head
     assert any(
         re.match(r"  cheat  denied +1  3 of 3 paid .*not \d+\.'  <- surprise", line)
         for line in lines
     )
-    assert lines[-1].startswith("  a surprise: mend the reward, or leave out a gate")
+    assert lines[-1].startswith("  A surprise: correct the reward, or leave out a gate")
 
 
 def test_a_run_tells_its_first_surprise_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
@@ -287,7 +286,7 @@ def test_a_run_tells_its_first_surprise_before_a_model_is_loaded(tmp_path, capsy
         train.main([*data_file(tmp_path), "--run-dir", str(tmp_path / "run")])
     shown = capsys.readouterr()
     assert (
-        shown.out.count("audit: reward score") == 1
+        shown.out.count("audit of the reward score") == 1
         and "(denied)" in shown.out
         and "no model yet" in shown.err
     )
@@ -303,14 +302,14 @@ def test_a_reward_without_any_number_for_a_step_ends_it_unless_each_row_has_anot
     asked = [PRODUCTS[:2], ["b", "c"], {}]
     assert rewards.call_rewards(both, *asked)[0]["others"] == [2, 2]
     earned = {
-        name: tasks.environment_reward(type(name, (), {})) for name in ("Door", "Well")
+        name: tasks.make_environment_reward(type(name, (), {})) for name in ("Door", "Well")
     }  # of two environments
     assert rewards.call_rewards(earned, *asked[:2], {"earned": [("Well", 2.0)] * 2})[0]["Well"] == [
         2,
         2,
     ]
-    alone = {"some": both["some"], "length": built_in.make_built_in("length:9")}
+    alone = {"some": both["some"], "length": built_in.make_built_in_reward("length:9")}
     asked[2] = {"num_tokens": [1, 1]}
-    assert "reward some gave no number for any of 2 completions" in message_of(
+    assert "reward some returned None for all 2 completions" in catch_message(
         rewards.call_rewards, alone, *asked
     )

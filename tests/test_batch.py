@@ -4,14 +4,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import peak_of
+from conftest import measure_peak
 from mlx.utils import tree_flatten
 
 import gwen
 import lora
 from layers import attention, lm_head
 from layers.tree_cache import TreeCache
-from step.batch import ROOM, completion_hidden_states, make_batches, plan_batches
+from step.batch import ROOM, completion_hidden_states, make_batches, plan_batches_and_sharing
 from step.sample import Sample
 
 RNG = np.random.default_rng(0)
@@ -83,7 +83,9 @@ def assert_same(found, expected, tolerance):
 def test_the_gradient_is_the_same_for_any_cut_shared_or_not(checkpoints, family, rank):
     """Against one row after the other, alone and without padding."""
     model, alone = load(checkpoints[family], rank), make_batches(SAMPLES, 1, "off")
-    assert len(alone) == 12 and all(batch.num_positions == batch.num_tokens for batch in alone)
+    assert len(alone) == 12 and all(
+        batch.num_positions_with_padding == batch.num_positions_without_padding for batch in alone
+    )
     expected = gradient(model, alone)
     for sharing, budgets in {"on": (1, 3 * 8, 10**6), "off": (3 * 8, 40, 10**6)}.items():
         cuts = [make_batches(SAMPLES, budget, sharing) for budget in budgets]
@@ -120,7 +122,7 @@ def test_a_layer_that_was_computed_again_has_its_own_weights_and_no_piece_of_a_g
 def test_the_same_prompt_twice_in_a_step_is_computed_once_and_completions_keep_their_own(
     checkpoints, monkeypatch, is_fused
 ):
-    monkeypatch.setattr(attention, "is_fused", lambda _: is_fused)
+    monkeypatch.setattr(attention, "has_float32_attention_kernel", lambda _: is_fused)
     monkeypatch.setattr(attention, "FEW_QUERIES", 0)
     model = load(checkpoints["qwen3"], 0)
     rows = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4 + [PROMPTS[0]] * 4
@@ -142,10 +144,10 @@ def test_every_row_is_in_one_micro_batch_of_no_more_positions_than_allowed(shari
     ]
     for batch in batches:
         assert (
-            batch.num_positions <= (ROOM * budget if batch.prefix else budget)
+            batch.num_positions_with_padding <= (ROOM * budget if batch.prefix else budget)
             or len(batch.rows) == 1
         )
-        assert batch.num_tokens <= batch.num_positions
+        assert batch.num_positions_without_padding <= batch.num_positions_with_padding
         assert (batch.num_rows, batch.num_loss_tokens) == (12, LENGTHS.sum() - 1)
         for index, row in enumerate(batch.rows):
             one, length = samples[row], int(LENGTHS[row])
@@ -164,7 +166,7 @@ def test_every_row_is_in_one_micro_batch_of_no_more_positions_than_allowed(shari
 def test_prompts_are_shared_where_that_saves_enough_positions():
     def shared(prompt, completion, groups):
         rows = [[1] * prompt] * groups
-        return plan_batches(rows, np.full(groups, completion), 10**6, "auto")[0]
+        return plan_batches_and_sharing(rows, np.full(groups, completion), 10**6, "auto")[0]
 
     assert shared(96, 64, 8) and shared(512, 64, 2)
     assert not shared(4, 256, 8) and not shared(
@@ -181,13 +183,13 @@ def test_a_group_that_nearly_fits_is_whole_and_a_larger_one_is_split_evenly():
         (900, [3, 3, 2]),
         (1, [1] * 8),
     ):
-        shared, cut = plan_batches(rows, lengths, budget, "on")
+        shared, cut = plan_batches_and_sharing(rows, lengths, budget, "on")
         assert shared and [len(part) for part, _ in cut] == sizes
         assert all(size == 128 + 255 * len(part) for part, size in cut)
 
 
 def test_computing_layers_again_and_sharing_prompts_both_save_memory():
-    model = gwen.random_model("random:2m")
+    model = gwen.make_random_model("random:2m")
     lora.apply(model, 8, 2.0)
     mx.eval(model.parameters())
     samples = samples_of([32] * 8, [RNG.integers(3, 320, 64).tolist()] * 8)
@@ -198,13 +200,13 @@ def test_computing_layers_again_and_sharing_prompts_both_save_memory():
             model,
             lambda model: (completion_hidden_states(model, batch, checkpoint_layers) ** 2).sum(),
         )
-        return peak_of(lambda: gradient(model))
+        return measure_peak(lambda: gradient(model))
 
     plain = peak("off", 0)
     assert peak("off", 5) < 0.7 * plain
     assert peak("on", 0) < 0.6 * plain
     assert peak("on", 5) < 0.35 * plain
-    cache, before = TreeCache(model.config.layer_kinds).extend([64]), mx.get_active_memory()
+    cache, before = TreeCache(model.config.layer_kinds).with_new_level([64]), mx.get_active_memory()
     model.hidden(mx.zeros((1, 64), mx.int32), cache, checkpoint_layers=5)
     mx.eval(cache.arrays())  # of which none is a view of queries, keys and values
     assert mx.get_active_memory() - before < 1.5 * sum(array.nbytes for array in cache.arrays())

@@ -18,7 +18,7 @@ import bench_rollout
 import bench_rollout_vllm_mlx
 import gwen
 from bench import harness, rollout
-from bench.rollout import Timing, Work
+from bench.rollout import RolloutWork, TimedRollout
 
 TINY = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0"]
 TIMES = "mean_ms std_ms median_ms min_ms max_ms prefill_ms decode_ms cpu_ms"
@@ -32,21 +32,21 @@ def model(checkpoints):
 
 @pytest.fixture(scope="module")
 def peer(checkpoints, model):
-    return harness.load_peer(checkpoints["qwen3"], model.head_weight.dtype)
+    return harness.load_mlx_lm_model(checkpoints["qwen3"], model.head_weight.dtype)
 
 
 @pytest.fixture
 def engines(model, peer, checkpoints):
-    ours = functools.partial(rollout.run_gwen, model=model)
-    return {"ours": ours, **bench_rollout.make_rival(peer, checkpoints["qwen3"]).engines}
+    ours = functools.partial(rollout.time_gwen_rollout, model=model)
+    return {"ours": ours, **bench_rollout.make_mlx_lm_rival(peer, checkpoints["qwen3"]).engines}
 
 
 PROMPTS = [([5, 9], [2]), ([7, 1], [8]), ([40, 41], [42])]
-WORK = Work(PROMPTS, 2, [9, 1, 4, 12, 2, 7], (), 0.8, 4, 3)
+WORK = RolloutWork(PROMPTS, 2, [9, 1, 4, 12, 2, 7], (), 0.8, 4, 3)
 
 
 def made(completions, decode_s=1.0):
-    return Timing(completions, [], 1.0, decode_s)
+    return TimedRollout(completions, [], 1.0, decode_s)
 
 
 def settings(*flags):
@@ -111,10 +111,10 @@ def test_engines_take_turns_and_a_peak_is_an_engine_s_own_with_the_weights_once(
 
         return engine
 
-    samples = rollout.measure({"a": fake("a"), "b": fake("b")}, WORK, warmup=1, runs=2)
+    samples = rollout.measure_rollouts({"a": fake("a"), "b": fake("b")}, WORK, warmup=1, runs=2)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert [sample.run.seconds for sample in samples["a"]] == [5.0, 6.0]
-    entry = rollout.summarize(samples["a"], model)
+    entry = rollout.summarize_rollouts(samples["a"], model)
     assert (entry["mean_ms"], entry["prefill_ms"], entry["tokens"]) == (
         5500.0,
         1000.0,
@@ -123,8 +123,8 @@ def test_engines_take_turns_and_a_peak_is_an_engine_s_own_with_the_weights_once(
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     assert entry["peak_mb"] == pytest.approx(20 + weights / 1e6, rel=0.01)
     with pytest.raises(AssertionError, match="lazy made"):
-        rollout.measure({"lazy": lambda work: made([[1]] * 6)}, WORK, warmup=0, runs=1)
-    assert list(map(harness.describe_ratio, (1.141, 0.999, 0.904))) == [
+        rollout.measure_rollouts({"lazy": lambda work: made([[1]] * 6)}, WORK, warmup=0, runs=1)
+    assert list(map(harness.describe_speed_ratio, (1.141, 0.999, 0.904))) == [
         "1.14x faster",
         "1.00x faster",
         "0.90x slower",
@@ -152,7 +152,7 @@ def test_mlx_lm_s_best_use_prefills_every_prompt_once_and_decodes_all_rows_at_on
     peer, checkpoints
 ):
     counted = Counted(peer)
-    run = bench_rollout.make_rival(counted, checkpoints["qwen3"]).engines["mlx_lm_shared"]
+    run = bench_rollout.make_mlx_lm_rival(counted, checkpoints["qwen3"]).engines["mlx_lm_shared"]
     run(WORK._replace(batch_size=6, limits=[5] * 6))
     prefilled, decoded = counted.shapes[:3], counted.shapes[3:]
     assert prefilled == [(1, 2)] * 3 and set(decoded) == {(6, 1)}
@@ -196,14 +196,14 @@ def test_greedy_rows_end_at_the_same_tokens_with_the_same_logprobs_in_every_engi
 
 def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
     args = settings("--batch", "40", "--prompt-tokens", "50")
-    work = rollout.make_work(args, model.config)
-    assert work == rollout.make_work(args, model.config)
-    assert len(set(map(tuple, work.rows))) == 40 and len(work.rows) == 80
+    work = rollout.make_rollout_work(args, model.config)
+    assert work == rollout.make_rollout_work(args, model.config)
+    assert len(set(map(tuple, work.prompt_ids_by_row))) == 40 and len(work.prompt_ids_by_row) == 80
     assert (
-        not set(np.ravel(work.rows)) & set(model.config.eos_ids)
+        not set(np.ravel(work.prompt_ids_by_row)) & set(model.config.eos_ids)
         and work.eos_ids == model.config.eos_ids
     )
-    assert rollout.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
+    assert rollout.make_rollout_work(settings("--ignore-eos"), model.config).eos_ids == ()
 
 
 def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops_early_or_late(
@@ -211,7 +211,7 @@ def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops
 ):
     rollout.check_agreement(engines["ours"].keywords["model"], engines, WORK)
     model = gwen.load_model(checkpoints["qwen3"])
-    (ids,) = rollout.run_gwen(
+    (ids,) = rollout.time_gwen_rollout(
         WORK._replace(prompts=PROMPTS[:1], group_size=1, limits=[16], temperature=0.0), model=model
     ).completions
     twin = model.config.vocab_size - 1  # of two equal logits the first is taken, so ours stays
@@ -221,11 +221,12 @@ def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops
     rollout.check_agreement(model, {"other": lambda work: made([[twin, *ids[1:]]])}, work)
     for wrong, place in ((ids[:7], 7), ([*ids[:4], ids[4] - 1, *ids[5:]], 4)):
         with pytest.raises(
-            ValueError, match=f"other and our model part at token {place} of a greedy completion"
+            ValueError,
+            match=f"other and Gwen's model differ at token {place} of a greedy completion",
         ):
             rollout.check_agreement(model, {"other": lambda work, wrong=wrong: made([wrong])}, work)
     with pytest.raises(
-        ValueError, match="other and our model part at token 16"
+        ValueError, match="other and Gwen's model differ at token 16"
     ):  # it went on behind an end
         rollout.check_agreement(
             model, {"other": lambda work: made([ids])}, work._replace(eos_ids=(ids[4],))
@@ -235,9 +236,9 @@ def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops
 # ---- vllm-mlx
 
 
-def test_without_vllm_mlx_one_line_names_the_command_that_installs_it(monkeypatch, refused):
+def test_without_vllm_mlx_one_line_names_the_command_that_installs_it(monkeypatch, check_refusal):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused(
+    check_refusal(
         bench_rollout_vllm_mlx.main,
         [],
         "vllm-mlx is not installed; install it with: uv sync --extra vllm\n",

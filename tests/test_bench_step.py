@@ -50,7 +50,7 @@ def test_every_rival_does_the_work_and_times_every_step(engine, tmp_path):
         args = step.parse_flags(
             [*TINY, "--engine", engine, "--model", str(directory), "--runs", "1"]
         )
-        steps = step.Steps(args, directory)
+        steps = step.StepTimes(args, directory)
         step.ENGINES[engine].run(args, directory, steps, str(tmp_path))
     assert [one.keys() for one in steps] == [{"step_s", "cpu_s"}] * 2 and all(
         min(one.values()) > 0 for one in steps
@@ -58,11 +58,11 @@ def test_every_rival_does_the_work_and_times_every_step(engine, tmp_path):
 
 
 def test_the_reward_differs_between_neighbours_and_completions_of_another_length_are_noticed():
-    steps = step.Steps(step.parse_flags([]), hub.DEMO)
-    rewards = steps.reward([""] * 40, completion_ids=[[1, 2]] * 40)
+    steps = step.StepTimes(step.parse_flags([]), hub.DEMO)
+    rewards = steps.alternating_reward([""] * 40, completion_ids=[[1, 2]] * 40)
     assert all(one != other for one, other in itertools.pairwise(rewards))
     with pytest.raises(AssertionError, match=r"completions of .2. tokens"):
-        steps.end()
+        steps.record_step_time()
 
 
 def test_medians_are_taken_over_all_processes_and_ours_compared_with_each(capsys):
@@ -77,7 +77,7 @@ def test_medians_are_taken_over_all_processes_and_ours_compared_with_each(capsys
     assert json.loads(last)["engines"]["ours"] == ours and json.loads(last)["ratios"]["trl"] == 2.0
     assert (
         result
-        == "Result: ours is 2.00x faster than trl (2.00x by processors), at 0.50 of its peak memory"
+        == "Result: ours is 2.00x faster than trl (2.00x in processor time), with 0.50 times the peak memory of trl"
     )
 
 
@@ -85,7 +85,7 @@ def test_processes_take_turns_and_one_that_fails_is_named(monkeypatch):
     args, ran = step.parse_flags(["--rounds", "2", "--engines", "ours", "trl"]), []
     done = subprocess.CompletedProcess([], 0, "[]", "warning\nlast line")
     monkeypatch.setattr(step.subprocess, "run", lambda command, **_: ran.append(command) or done)
-    step.run_processes(args, "DIR")
+    step.run_engines_in_processes(args, "DIR")
     assert [command[command.index("--engine") + 1] for command in ran] == [
         "ours",
         "trl",
@@ -103,5 +103,5 @@ def test_processes_take_turns_and_one_that_fails_is_named(monkeypatch):
         ran[1][:15] == f"uv run -q --no-sync {packages} python -m bench.step --engine trl".split()
     )
     done.returncode = 3
-    with pytest.raises(ValueError, match=r"ours ended with exit status 3: \['last line'\]"):
-        step.run_processes(args, "DIR")
+    with pytest.raises(ValueError, match=r"ours failed with exit status 3: \['last line'\]"):
+        step.run_engines_in_processes(args, "DIR")

@@ -5,7 +5,7 @@ import sys
 
 import blas
 import pytest
-from conftest import command
+from conftest import run_command
 
 AVX512 = {"sse3", "avx2", "avx512f"}
 AVX2 = {"sse3", "avx2"}
@@ -37,7 +37,9 @@ def test_a_processor_without_other_kernels_is_refused(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have a BLAS of their own")
 def test_the_other_family_is_the_one_that_runs_where_it_is_asked_for():
-    other = command("-m", "tests.blas", "--other").stdout.strip()
-    family = command("-m", "tests.blas", environment={"OPENBLAS_CORETYPE": other}).stdout.strip()
+    other = run_command("-m", "tests.blas", "--other").stdout.strip()
+    family = run_command(
+        "-m", "tests.blas", environment={"OPENBLAS_CORETYPE": other}
+    ).stdout.strip()
     assert other == family != blas.kernel_family()
     assert os.environ.get("OPENBLAS_CORETYPE") != other

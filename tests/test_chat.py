@@ -167,7 +167,7 @@ def test_before_training_is_shown_beside_after(talk, tmp_path, rank):
     else:
         noise = mx.random.normal(model.norm.weight.shape, key=mx.random.key(0))
         model.norm.weight *= 1 + 1.6 * noise
-    lora.save_adapter(model, tmp_path, "demo")
+    lora.save_adapter_or_full_weights(model, tmp_path, "demo")
 
     questions = [f"What is {number} plus eighteen?" for number in ("one", "thirty")]
     compared = talk("--adapter", tmp_path, "--compare", lines=questions)
@@ -250,5 +250,5 @@ def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(tiny_model, tokenize
         ("--chat --model demo --tool-timeout 3", "--tool-timeout 3"),
     ],
 )
-def test_flags_that_a_conversation_cannot_have_are_refused(refused, flags, named):
-    refused(chat.main, flags.split(), named)
+def test_flags_that_a_conversation_cannot_have_are_refused(check_refusal, flags, named):
+    check_refusal(chat.main, flags.split(), named)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from conftest import contents, message_of
+from conftest import catch_message, read_tree
 from mlx.utils import tree_flatten
 
 import gwen
@@ -44,7 +44,7 @@ def save(run, model, step, **changes):
     """Saves the state of a step, of which the model holds the masters."""
     saved = state(model, step)._replace(**changes)
     model.load_weights(list(saved.trainable.items()), strict=False)
-    checkpoint.save(run, saved, lambda to: lora.save_adapter(model, to, "tiny"))
+    checkpoint.save(run, saved, lambda to: lora.save_adapter_or_full_weights(model, to, "tiny"))
     return saved
 
 
@@ -78,7 +78,9 @@ def test_masters_of_a_model_that_is_trained_whole_are_kept_beside_its_16_bit_wei
     saved = checkpoint.State(
         1, masters, {"step": mx.array(1)}, {"loss_scale": {"value": 1.0}, "best_step": None}
     )
-    checkpoint.save(tmp_path, saved, lambda to: lora.save_adapter(whole, to, "tiny"))
+    checkpoint.save(
+        tmp_path, saved, lambda to: lora.save_adapter_or_full_weights(whole, to, "tiny")
+    )
     assert same(checkpoint.load(tmp_path), saved)
     loaded = gwen.load_model(
         checkpoints["qwen3"], mx.float16, checkpoint.checkpoint_path(tmp_path, 1)
@@ -97,23 +99,25 @@ def test_the_newest_is_loaded_and_three_are_kept(tmp_path, model):
 def test_a_model_whose_weights_differ_by_one_bit_has_another_digest(checkpoints):
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
         model = gwen.load_model(checkpoints["qwen3"], dtype)
-        before = checkpoint.digest_of_model(model)
-        assert before == checkpoint.digest_of_model(gwen.load_model(checkpoints["qwen3"], dtype))
+        before = checkpoint.digest_of_model_weights(model)
+        assert before == checkpoint.digest_of_model_weights(
+            gwen.load_model(checkpoints["qwen3"], dtype)
+        )
         weight = model.layers[1].mlp.down_proj.weight
         words = mx.view(weight, mx.uint32 if dtype == mx.float32 else mx.uint16)
         words[3, 5] = words[3, 5] ^ 1
         model.layers[1].mlp.down_proj.weight = mx.view(words, dtype)
-        assert checkpoint.digest_of_model(model) != before
+        assert checkpoint.digest_of_model_weights(model) != before
 
 
 def test_a_digest_of_what_has_an_address_is_the_same_wherever_it_lies():
-    assert checkpoint.digest_of({"picture": object()}) == checkpoint.digest_of(
+    assert checkpoint.digest_of_reprs({"picture": object()}) == checkpoint.digest_of_reprs(
         {"picture": object()}
     )
     assert (
-        checkpoint.digest_of({"a": 1}, "b")
-        != checkpoint.digest_of({"a": 1, "b": 1})
-        != checkpoint.digest_of({"a": 2}, "b")
+        checkpoint.digest_of_reprs({"a": 1}, "b")
+        != checkpoint.digest_of_reprs({"a": 1, "b": 1})
+        != checkpoint.digest_of_reprs({"a": 2}, "b")
     )
 
 
@@ -133,27 +137,26 @@ def test_resume_without_a_name_takes_the_newest_run_that_is_unfinished_and_else_
     monkeypatch.chdir(tmp_path)
     begin(tmp_path, "killed", None, age=1)
     (tmp_path / "runs" / "of somebody else").mkdir()
-    assert "no run in runs/ can go on; name the directory of a run" in message_of(
-        checkpoint.newest_unfinished
-    )
+    message = catch_message(checkpoint.find_newest_unfinished_run)
+    assert message.startswith("--resume: no run in runs/ can be resumed")
     begin(tmp_path, "finished", 10, age=3)
-    assert checkpoint.newest_unfinished() == "runs/finished"
+    assert checkpoint.find_newest_unfinished_run() == "runs/finished"
     begin(tmp_path, "older", 9, age=7)
     begin(tmp_path, "newer/seed-1", 3, age=5)
     begin(tmp_path, "trained", 3, age=2)
-    with run_files.release_at_exit():
-        run_files.acquire(tmp_path / "runs" / "trained")
-        assert checkpoint.newest_unfinished() == "runs/newer/seed-1"
-        assert capsys.readouterr().err.endswith("--resume goes on with runs/newer/seed-1\n")
-        assert checkpoint.newest_unfinished(steps=11) == "runs/finished"
-    assert checkpoint.newest_unfinished() == "runs/trained"
+    with run_files.unlock_run_dirs_on_exit():
+        run_files.lock_run_dir(tmp_path / "runs" / "trained")
+        assert checkpoint.find_newest_unfinished_run() == "runs/newer/seed-1"
+        assert capsys.readouterr().err.endswith("--resume continues the run runs/newer/seed-1\n")
+        assert checkpoint.find_newest_unfinished_run(steps=11) == "runs/finished"
+    assert checkpoint.find_newest_unfinished_run() == "runs/trained"
 
 
 def test_a_disk_that_fills_leaves_what_was_saved_earlier_good(tmp_path, model, monkeypatch):
     for step in (1, 2):
         save(tmp_path, model, step)
-    checkpoint.publish(tmp_path, state(model, 1))
-    before = contents(tmp_path)
+    checkpoint.copy_adapter_into_run_dir(tmp_path, state(model, 1))
+    before = read_tree(tmp_path)
 
     def full(path, target, *_):
         (target if isinstance(target, Path) else path).write_bytes(b"half of")
@@ -163,12 +166,14 @@ def test_a_disk_that_fills_leaves_what_was_saved_earlier_good(tmp_path, model, m
     monkeypatch.setattr(shutil, "copyfile", full)
     for fills in (
         lambda: save(tmp_path, model, 3),
-        lambda: checkpoint.publish(tmp_path, state(model, 2)),
+        lambda: checkpoint.copy_adapter_into_run_dir(tmp_path, state(model, 2)),
     ):
         with pytest.raises(OSError, match="No space"):
             fills()
-        assert contents(tmp_path) == before
-    checkpoint.publish(tmp_path, state(model, 1))  # what is the same already asks for no room
+        assert read_tree(tmp_path) == before
+    checkpoint.copy_adapter_into_run_dir(
+        tmp_path, state(model, 1)
+    )  # what is the same already asks for no room
 
 
 class Killed(BaseException):
@@ -208,11 +213,11 @@ def killed_at(number):
 
 
 def published(run, model, step):
-    checkpoint.publish(run, save(run, model, step))
+    checkpoint.copy_adapter_into_run_dir(run, save(run, model, step))
 
 
 def files(run):
-    return {path.removeprefix(str(run)): content for path, content in contents(run).items()}
+    return {path.removeprefix(str(run)): content for path, content in read_tree(run).items()}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +226,7 @@ def files(run):
 def test_a_process_that_is_killed_between_any_two_writes_of_a_save_leaves_a_run_that_goes_on(
     tmp_path, model, capsys, monkeypatch, step, kept
 ):
-    monkeypatch.setattr(checkpoint, "KEPT", kept)
+    monkeypatch.setattr(checkpoint, "MAX_CHECKPOINTS", kept)
     before, whole = tmp_path / "before", tmp_path / "whole"
     published(before, model, 1)
     shutil.copytree(before, whole)
@@ -236,7 +241,7 @@ def test_a_process_that_is_killed_between_any_two_writes_of_a_save_leaves_a_run_
         loaded = checkpoint.load(run)
         assert same(loaded, state(model, loaded.step)) and loaded.step in (1, step)
         survived.append(loaded.step)
-        checkpoint.publish(run, loaded)
+        checkpoint.copy_adapter_into_run_dir(run, loaded)
         for name in ("adapter", "adapter-best"):
             for file in checkpoint.checkpoint_path(run, loaded.step).joinpath("adapter").iterdir():
                 assert (run / name / file.name).read_bytes() == file.read_bytes()

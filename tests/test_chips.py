@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from small_run import resolve
+from small_run import resolve_settings
 
 import preflight
 from disk import model_choice
@@ -27,9 +27,11 @@ def test_an_m4_max_prefills_and_decodes_as_fast_as_mlx_lm_has_published():
         36 * (2560 * (32 + 16) * 128 + 32 * 128 * 2560 + 3 * 2560 * 9728),
         CHIPS["M4 Max"],
     )
-    prefill = 4096 / chips.estimate_seconds({"": chips.Cost(2 * weights, 2 * weights * 4096)}, chip)
-    decode = 1 / chips.estimate_seconds(
-        {"": chips.Cost(2 * (weights + 151_936 * 2560), 2 * weights)}, chip
+    prefill = 4096 / chips.estimate_step_seconds(
+        {"": chips.PhaseCost(2 * weights, 2 * weights * 4096)}, chip
+    )
+    decode = 1 / chips.estimate_step_seconds(
+        {"": chips.PhaseCost(2 * (weights + 151_936 * 2560), 2 * weights)}, chip
     )
     assert prefill == pytest.approx(1780, rel=0.05) and decode == pytest.approx(52.5, rel=0.05)
 
@@ -38,19 +40,24 @@ def test_an_m4_max_prefills_and_decodes_as_fast_as_mlx_lm_has_published():
 def test_a_step_takes_what_was_counted_at_four_fifths_of_a_chips_peaks(name):
     """By c148fd6:bench/ledger.py, seconds at the peaks: 64 rows of Qwen3-0.6B, three criteria."""
     flags = {"model": "random:0.6b", "task": "values", "batch": 8, "groups": 8, "max_tokens": 256}
-    config, shape = resolve(flags, None, None)[0], model_choice.load_known_config("random:0.6b")
+    config, shape = (
+        resolve_settings(flags, None, None)[0],
+        model_choice.load_known_config("random:0.6b"),
+    )
     demand = memory_estimate.RunDemand(shape, mx.float16, config, [128] * 8)
     weights, judged = memory_estimate.count_parameters(shape).matmuls, 8 * 128 + 64 * (256 + 3 * 24)
-    found = time_estimate.phase_costs(demand, memory_estimate.choose_sizes(demand)) | {
-        "judge": chips.Cost(2 * weights, 2 * weights * judged)
+    found = time_estimate.estimate_phase_costs(demand, memory_estimate.choose_sizes(demand)) | {
+        "judge": chips.PhaseCost(2 * weights, 2 * weights * judged)
     }
-    assert chips.estimate_seconds(found, CHIPS[name]) == pytest.approx(COUNTED[name] / 0.8, rel=0.2)
+    assert chips.estimate_step_seconds(found, CHIPS[name]) == pytest.approx(
+        COUNTED[name] / 0.8, rel=0.2
+    )
 
 
 def test_a_start_is_the_largest_model_whose_hundred_steps_take_an_hour(monkeypatch):
-    monkeypatch.setattr(memory, "memory_size", lambda: 64 << 30)
-    monkeypatch.setattr(chips, "this_chip", lambda: CHIPS["M4"])
-    _, head, *rows, last = time_estimate.describe_fitting_models()
+    monkeypatch.setattr(memory, "usable_memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(chips, "look_up_or_measure_chip", lambda: CHIPS["M4"])
+    _, head, *rows, last = time_estimate.list_fitting_model_lines()
     assert head.endswith("  min for 100")
     need, seconds = (
         {row.split()[0]: float(row.split()[part].strip("<")) for row in rows} for part in (1, 2)
@@ -66,7 +73,7 @@ def test_a_chip_is_named_where_a_machine_with_it_has_the_memory(monkeypatch, cap
     *_, need, said = capsys.readouterr().out.splitlines()  # without the weights of the model
     assert need.startswith("memory: ") and "1.19 weights" in need
     assert said.startswith("a step in 16 bits: ") and said.endswith(
-        "(an estimate: nobody has measured this on a Mac; other chips have less memory)"
+        "(an estimate that nobody has checked on a Mac; other chips have less memory)"
     )
     assert (
         "M1 Pro " in said and "M1 1" not in said

@@ -32,10 +32,12 @@ NOTE = f"next: too few problems are held out to tell any change; take more with 
 
 
 def test_the_line_begins_as_other_peoples_scripts_expect_and_its_columns_are_named():
-    line = console.console_line(STEP, 100)
+    line = console.format_step_line(STEP, 100)
     assert line == LINE
-    assert len(line.split(" | ")) == len(console.console_columns(Config.from_flags()).split(", "))
-    unknown = console.console_line(STEP | {"loss": None, "reward/mean": None}, 100)
+    assert len(line.split(" | ")) == len(
+        console.name_console_columns(Config.from_flags()).split(", ")
+    )
+    unknown = console.format_step_line(STEP | {"loss": None, "reward/mean": None}, 100)
     assert unknown.startswith("step 1/100 | loss nan | reward nan | 105.5s")
 
 
@@ -44,8 +46,8 @@ def test_the_line_begins_as_other_peoples_scripts_expect_and_its_columns_are_nam
 )
 def test_a_line_has_what_a_run_measures(settings):
     missing = {"rollout/tok_s": None} if settings.get("loss_type") == "sft" else {}
-    line = console.console_line(STEP | {"reward/zero_std_frac": None} | missing, 100)
-    columns = console.console_columns(Config.from_flags(**settings))
+    line = console.format_step_line(STEP | {"reward/zero_std_frac": None} | missing, 100)
+    columns = console.name_console_columns(Config.from_flags(**settings))
     assert len(line.split(" | ")) == len(columns.split(", ")) and "groups" not in columns
 
 
@@ -54,11 +56,11 @@ import time
 from reporting import console
 live = console.LiveLine(4)
 with live:
-    live.begin("rollout")
+    live.show_phase("rollout")
     console.print_line("{LINE}")
     time.sleep(0.2)
-    live.note({{"step": 1, "rollout/tok_s": 1234.5, "step/s": 60.0}})
-    live.begin("judge")
+    live.show_finished_step({{"step": 1, "rollout/tok_s": 1234.5, "step/s": 60.0}})
+    live.show_phase("judge")
     console.print_warning("{NOTE}")
 console.print_line("the end")
 """

@@ -96,7 +96,9 @@ def test_an_import_after_mlx_computes_right_and_says_in_one_line_what_is_lost():
     said, errors = run("import mlx.core\n" + CHECK)
     assert (
         said == SLOW
-        and errors == "gwen: MLX runs on its slow built-in BLAS (it was imported before gwen)\n"
+        and errors.startswith("gwen: MLX ")
+        and errors.endswith("imported before gwen)\n")
+        and errors.count("\n") == 1
     )
 
 
@@ -130,11 +132,11 @@ def test_where_others_may_write_or_nobody_can_a_cache_of_this_process_serves(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     make(tmp_path / "gwen", monkeypatch)
-    cache = cpu_blas.cache_directory()
+    cache = cpu_blas.ensure_cache_directory()
     assert cache.is_absolute() and tmp_path not in cache.parents and not list(cache.iterdir())
     assert cache.stat().st_mode & 0o777 == 0o700
-    assert cpu_blas.cache_directory() == cache  # once a process
-    assert capsys.readouterr().err.count("nothing is kept for later runs\n") == 1
+    assert cpu_blas.ensure_cache_directory() == cache  # once a process
+    assert capsys.readouterr().err.count("not kept for later runs\n") == 1
 
 
 def test_nothing_is_loaded_on_macos(monkeypatch):

@@ -56,7 +56,7 @@ def whole(tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
     model, _ = gwen.load("demo")
     lora.apply(model, 2, 2.0, ["o_proj"])
-    lora.save_adapter(model, directory / "start", "demo")
+    lora.save_adapter_or_full_weights(model, directory / "start", "demo")
     train.main(
         [*RUN, "--init-adapter", str(directory / "start"), "--run-dir", str(directory / "run")]
     )
@@ -76,20 +76,22 @@ def go_on(whole):
         return made
 
     def look(run):
-        state = run.state()
+        state = run.checkpoint_state()
         extra = {
             name: value for name, value in state.extra.items() if name != "settings"
         }  # some may change
         arrays = (
-            sorted((name, str(array.dtype), array.tolist()) for name, array in its.items())
-            for its in state[1:3]
+            sorted(
+                (name, str(array.dtype), array.tolist()) for name, array in arrays_by_name.items()
+            )
+            for arrays_by_name in state[1:3]
         )
-        states.append([state.step, extra, checkpoint.digest_of(*arrays)])
+        states.append([state.step, extra, checkpoint.digest_of_reprs(*arrays)])
         return iter(())
 
     def go_on(run):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(versions, "describe_environment", lambda _: {})  # it asks git
+            patch.setattr(versions, "collect_environment_facts", lambda _: {})  # it asks git
             patch.setattr(trainer, "make_run", make)
             patch.setattr(train, "train", look)
             return *resume(run), states[-1] if states else None
@@ -103,27 +105,27 @@ def undamaged(whole, go_on, tmp_path_factory):
     expected = {}
     for step in range(1, STEPS + 1):
         run = shutil.copytree(whole, tmp_path_factory.mktemp("undamaged") / "run")
-        for later in checkpoint.saved_checkpoints(run)[step:]:
+        for later in checkpoint.list_checkpoints(run)[step:]:
             shutil.rmtree(later)
-        status, said, state = go_on(run)
-        assert (status, said) == (0, "")
+        status, output, state = go_on(run)
+        assert (status, output) == (0, "")
         expected[step] = [state, left(run)]
     return expected
 
 
 def resume(run, *flags):
     """Exit status and what was said on stderr; any other exception is for the caller."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
         try:
             train.main(["--resume", str(run), "--steps", f"{STEPS + 1}", *flags])
         except SystemExit as error:
-            return error.code, said.getvalue()
-    return 0, said.getvalue()
+            return error.code, output.getvalue()
+    return 0, output.getvalue()
 
 
 NOTE = re.compile(
-    r"checkpoint step-\d{6} is damaged \(.*\); trying the one before\n"
+    r"checkpoint step-\d{6} is damaged \(.*\); trying the checkpoint before it\n"
 )  # one for each such checkpoint
 TIMED = re.compile("/s$|_s$|/s/|^mem/|^step_avg")  # figures of the clock and the machine
 LOGS = [
@@ -143,7 +145,10 @@ def left(run):
         name: [json.loads(line) for line in (run / name).read_text().splitlines()] for name in LOGS
     }
     records = {
-        name: [{k: v for k, v in one.items() if not TIMED.search(k)} for one in logs[name]]
+        name: [
+            {key: value for key, value in record.items() if not TIMED.search(key)}
+            for record in logs[name]
+        ]
         for name in logs
     }
     return records | {name: (run / name).read_bytes() for name in KEPT}
@@ -179,17 +184,17 @@ def flip(content):
     return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
 
 
-def swap(one, two):
+def swap(first, second):
     def damage(run):
-        (run / one).rename(run / "between")
-        (run / two).rename(run / one)
-        (run / "between").rename(run / two)
+        (run / first).rename(run / "between")
+        (run / second).rename(run / first)
+        (run / "between").rename(run / second)
 
     return damage
 
 
 def each_checkpoint(run):
-    for path in checkpoint.saved_checkpoints(run):
+    for path in checkpoint.list_checkpoints(run):
         edit("state.safetensors", flip)(path)
 
 
@@ -215,7 +220,7 @@ DAMAGE = {  # what is done, and the step from which the run goes on, or the line
     "checkpoints in each other's place": (swap(NEWEST, "checkpoints/step-000002"), 1),
     "no whole checkpoint": (
         each_checkpoint,
-        "it has no intact checkpoint; start over with: uv run train.py",
+        "this run has no intact checkpoint; start over with: uv run train.py",
     ),
     "no adapter": (lambda run: shutil.rmtree(run / "adapter"), 3),
     "a torn last line": (edit("eval.jsonl", lambda text: text + b'{"step": 4, "eval/acc'), 3),
@@ -224,7 +229,7 @@ DAMAGE = {  # what is done, and the step from which the run goes on, or the line
         edit("eval.jsonl", lambda text: b"null\n" + text),
         "eval.jsonl, line 1 is damaged",
     ),
-    "no settings": (edit("config.yaml", lambda _: b""), "config.yaml holds no settings"),
+    "no settings": (edit("config.yaml", lambda _: b""), "config.yaml contains no settings"),
     "another seed": (
         edit("config.yaml", lambda text: text.replace(b"seed: 0", b"seed: 5")),
         r"seed \(0, now 5\) changed",
@@ -247,13 +252,15 @@ def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(
     damage, outcome = DAMAGE[name]
     run = shutil.copytree(whole, tmp_path / "run")
     damage(run)
-    status, said, state = go_on(run)
-    rest = NOTE.sub("", said)
+    status, output, state = go_on(run)
+    rest = NOTE.sub("", output)
     if isinstance(outcome, int):
         assert (status, rest) == (0, "")
         assert [state, left(run)] == undamaged[outcome]
     else:
-        assert status == 2 and rest.count("\n") == 1 and re.match(f"error: .*{outcome}", rest), said
+        assert status == 2 and rest.count("\n") == 1 and re.match(f"error: .*{outcome}", rest), (
+            output
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -273,15 +280,15 @@ def test_whatever_bytes_of_a_run_change_it_restores_what_was_saved_or_ends_in_a_
         (run / name).write_bytes(
             content[:first] + (content if new is None else new) + content[last:]
         )
-        status, said, state = go_on(run)
-        rest = NOTE.sub("", said)
+        status, output, state = go_on(run)
+        rest = NOTE.sub("", output)
         if status:
             assert (
                 status == 2
                 and rest.startswith("error: ")
                 and rest.count("\n") == 1
                 and len(rest) < 900
-            ), said
+            ), output
         else:
             assert state == undamaged[state[0]][0]
             steps = [
@@ -320,10 +327,10 @@ def flip_last(content):
 
 
 def swap_tokens(content):
-    held = json.loads(content)
-    vocabulary = held["model"]["vocab"]
+    tokenizer = json.loads(content)
+    vocabulary = tokenizer["model"]["vocab"]
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
-    return json.dumps(held).encode()
+    return json.dumps(tokenizer).encode()
 
 
 @pytest.mark.parametrize(
@@ -350,10 +357,11 @@ def test_a_resume_names_what_has_changed_since_the_run_was_saved(
     assert edit(before) != before
     try:
         path.write_bytes(edit(before))
-        status, said = resume(run)
+        status, output = resume(run)
         assert (
             status == 2
-            and f"{run}: {named.format(made_of_files)} changed since step 1; --allow" in said
+            and f"{run}: {named.format(made_of_files)} changed since step 1; " in output
+            and "--allow-changes" in output
         )
     finally:
         path.write_bytes(before)
@@ -371,9 +379,9 @@ def test_changes_that_are_allowed_are_told_and_the_next_checkpoint_knows_them(
     text = (made_of_files / "mine.jsonl").read_text()
     (made_of_files / "mine.jsonl").write_text(text.replace("plus", "and"))
     try:
-        status, said = resume(run, "--allow-changes")
-        assert status == 0, said
-        assert said.splitlines() == [
+        status, output = resume(run, "--allow-changes")
+        assert status == 0, output
+        assert output.splitlines() == [
             f"{run}: seed (0, now 5) changed since step 1",
             f"{run}: {made_of_files}/mine.jsonl changed since step 1",
         ]
@@ -383,26 +391,29 @@ def test_changes_that_are_allowed_are_told_and_the_next_checkpoint_knows_them(
 
 
 def test_a_run_does_not_become_one_of_another_kind_and_changes_are_for_a_resume(
-    made_of_files, tmp_path, refused
+    made_of_files, tmp_path, check_refusal
 ):
     run = shutil.copytree(made_of_files / "run", tmp_path / "run")
     settings = {"model": "demo", "data": "mine.jsonl", "loss_type": "sft"}
     (run / "config.yaml").write_text(json.dumps(settings))
-    said = f"error: --resume {run}: its loss_type was dapo, not sft; start a new run\n"
-    assert resume(run, "--allow-changes") == (2, said)
+    message = (
+        f"error: --resume {run}: the loss type of this run was dapo, not sft; start a new run\n"
+    )
+    assert resume(run, "--allow-changes") == (2, message)
     shutil.copy(made_of_files / "run" / "config.yaml", run)
     (run / "config.yaml").write_text(
         (run / "config.yaml").read_text().replace("lora_rank: 2", "lora_rank: 4")
     )
-    status, said = resume(run, "--allow-changes")
+    status, message = resume(run, "--allow-changes")
     assert (
         status == 2
-        and "the checkpoint's tensors do not match this configuration" in said.splitlines()[-1]
+        and f"--resume {run}: the tensors of the checkpoint do not match"
+        in message.splitlines()[-1]
     )
-    refused(
+    check_refusal(
         train.main,
         [*RUN, "--allow-changes"],
-        "--allow-changes works with --resume only; name the run with --resume",
+        "--allow-changes works only with --resume",
     )
 
 
@@ -415,13 +426,13 @@ def test_a_command_that_reads_a_damaged_run_shows_it_or_ends_in_a_line(whole, tm
             (report.main, [run]),
             (export.main, ["--export", "peft", "--run", run, "--out", out]),
         ):
-            said, status = io.StringIO(), 0
-            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            output, status = io.StringIO(), 0
+            with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
                 try:
                     command(list(map(str, flags)))
                 except SystemExit as error:
                     status = error.code
-            assert len(said.getvalue().splitlines()) == bool(status), name
+            assert len(output.getvalue().splitlines()) == bool(status), name
             statuses.append(status)
         shutil.rmtree(run)
         shutil.rmtree(out, ignore_errors=True)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import datasets
 import pytest
-from conftest import json_values, message_of, read_log
+from conftest import catch_message, json_values, read_log
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prompts import data
-from prompts.examples import prompt_text
+from prompts.examples import last_user_text
 from tasks import draws
 
 # ---- data files
@@ -44,7 +44,7 @@ def test_chat_messages_are_reduced_to_role_and_content(tmp_path):
         "prompt"
     ]
     assert prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert prompt_text(prompt) == "Hi" and prompt_text("Hi") == "Hi"
+    assert last_user_text(prompt) == "Hi" and last_user_text("Hi") == "Hi"
 
 
 def test_messages_are_the_prompt_of_data_without_one_and_the_last_reply_its_answer(tmp_path):
@@ -76,7 +76,7 @@ def test_messages_are_the_prompt_of_data_without_one_and_the_last_reply_its_answ
 
 BAD_FILES = [  # file name, content, columns, what the message must hold
     *read_log(Path(__file__).with_name("bad_files.jsonl")),
-    ("deep.jsonl", "[" * 100_000, None, ["line 1", "nested too deep"]),
+    ("deep.jsonl", "[" * 100_000, None, ["line 1", "nested too deeply"]),
     ("digits.jsonl", '{"prompt": ' + "9" * 10_000 + "}", None, ["line 1"]),
 ]
 
@@ -87,7 +87,7 @@ BAD_FILES = [  # file name, content, columns, what the message must hold
 def test_a_bad_file_is_one_line_that_names_place_value_and_fix(
     tmp_path, name, content, columns, expected
 ):
-    text = message_of(data.load_data, written(tmp_path / name, content), columns)
+    text = catch_message(data.load_data, written(tmp_path / name, content), columns)
     for part in [name, *expected] if columns is None or "no column" in expected[0] else expected:
         assert part in text, text
 
@@ -121,8 +121,8 @@ def test_a_hub_dataset_is_named_by_parts_and_told_in_a_line_where_it_is_out_of_r
     specs |= {"o/n-2.5": ("o/n-2.5", None, "train")}
     assert all(data.load_data(spec) == [{"prompt": "a"}] for spec in specs)
     assert asked == list(specs.values())
-    assert "owner/name" in message_of(data.load_data, "owner/name:main")
-    assert "no such file; give .jsonl" in message_of(data.load_data, "data/missing.txt")
+    assert "owner/name" in catch_message(data.load_data, "owner/name:main")
+    assert ".jsonl" in catch_message(data.load_data, "data/missing.txt")
 
 
 JSON = json_values("prompt", "role", "content", "x\n")
@@ -159,7 +159,7 @@ def test_random_json_lines_are_data_of_equal_columns_with_prompts_or_one_line(
         )
         return
     assert loaded and all(list(example) == list(loaded[0]) for example in loaded)
-    assert all(prompt_text(example["prompt"]).strip() for example in loaded)
+    assert all(last_user_text(example["prompt"]).strip() for example in loaded)
 
 
 # ---- which examples, and in which order

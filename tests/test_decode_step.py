@@ -28,27 +28,27 @@ def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(
         mx, "compile", lambda function: function
     )  # on a CPU it calls g++ for every kernel: 30 s
     monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
-    monkeypatch.setattr(gpu, "has_metal", lambda: False)
+    monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: False)
     monkeypatch.setattr(gwen, "LEAST_COMPILED", 0)
-    monkeypatch.setattr(cpu, "has_compiler", lambda: True)
+    monkeypatch.setattr(cpu, "can_compile_loops", lambda: True)
     prompts = KVCache(model.config.layer_kinds, 3, mx.array([0, 1]))
     mx.eval(model.hidden(mx.array([[5, 6, 7], [0, 8, 9]]), prompts))
     ours, theirs = (SlotCache(prompts, 3, 8, share) for _ in range(2))
     for cache in (ours, theirs):
-        cache.assign([0, 0, 1])
+        cache.assign_prompts([0, 0, 1])
     step, tokens = gwen.make_decode_step(model), np.array([[3], [4], [11]])
     assert step != model.hidden
     for number in range(4):
         for cache in (ours, theirs):
             if number == 2:
-                cache.select_slots([0, 2])
+                cache.keep_only_slots([0, 2])
             if number == 3:  # then slots differ
-                cache.assign(cache.prompt_of, [1])
+                cache.assign_prompts(cache.prompt_of, [1])
             cache.plan_writes()
         tokens = tokens[[0, 2]] if number == 2 else tokens
         ids = mx.array(tokens + number)
-        found, expected = step(ids, ours), model.hidden(ids, theirs)
-        np.testing.assert_allclose(np.array(found), np.array(expected), atol=2e-5)
+        states, expected_states = step(ids, ours), model.hidden(ids, theirs)
+        np.testing.assert_allclose(np.array(states), np.array(expected_states), atol=2e-5)
 
 
 def test_on_a_cpu_the_step_of_a_small_model_is_its_own_and_so_is_any_without_a_compiler(
@@ -56,7 +56,7 @@ def test_on_a_cpu_the_step_of_a_small_model_is_its_own_and_so_is_any_without_a_c
 ):
     assert gwen.make_decode_step(model) == model.hidden
     monkeypatch.setattr(gwen, "LEAST_COMPILED", 0)
-    monkeypatch.setattr(cpu, "has_compiler", lambda: False)
+    monkeypatch.setattr(cpu, "can_compile_loops", lambda: False)
     assert gwen.make_decode_step(model) == model.hidden
 
 

@@ -66,7 +66,7 @@ def by_hand(queries, keys, values, decay, beta, memory):
 def test_both_forms_are_the_definition_also_where_a_token_repeats(length, repeats):
     given = drawn(length, repeats)
     expected = by_hand(*(np.array(one) for one in given))
-    for form in (delta.recurrence, delta.chunked_recurrence):
+    for form in (delta.stepwise_recurrence, delta.chunked_recurrence):
         for ours, theirs in zip(form(*given), expected, strict=True):
             assert np.abs(np.array(ours) - theirs).max() < 1e-9 * np.abs(theirs).max()
 
@@ -74,7 +74,7 @@ def test_both_forms_are_the_definition_also_where_a_token_repeats(length, repeat
 @pytest.mark.parametrize("repeats", [False, True])
 def test_the_chunked_form_in_float32_is_within_a_millionth_per_token_of_the_definition(repeats):
     given = drawn(200, repeats)
-    expected = delta.recurrence(*given)
+    expected = delta.stepwise_recurrence(*given)
     rounded = [one.astype(mx.float32) for one in given]
     for ours, theirs in zip(delta.chunked_recurrence(*rounded), expected, strict=True):
         assert (
@@ -100,7 +100,7 @@ def test_the_gradient_by_each_input_and_the_first_memory_is_that_of_the_definiti
         return mx.grad(of, argnums=list(range(6)))(*given)
 
     for name, ours, theirs in zip(
-        NAMES, loss(delta.chunked_recurrence), loss(delta.recurrence), strict=True
+        NAMES, loss(delta.chunked_recurrence), loss(delta.stepwise_recurrence), strict=True
     ):
         assert mx.abs(ours - theirs).max().item() < 1e-9 * mx.abs(theirs).max().item(), name
 
@@ -117,7 +117,7 @@ def test_padding_leaves_the_memory_as_it_is():
 def test_the_inverse_is_exact_in_float32_where_all_tokens_are_alike(size):
     lower = mx.tri(size, k=-1)[None] * 0.999
     ours, exact = (
-        np.array(delta.invert_unit_triangular(lower))[0],
+        np.array(delta.invert_identity_plus(lower))[0],
         np.linalg.inv(np.eye(size) + np.array(lower, np.float64)[0]),
     )
     assert np.abs(ours - exact).max() < 1e-5
@@ -126,7 +126,7 @@ def test_the_inverse_is_exact_in_float32_where_all_tokens_are_alike(size):
 @pytest.mark.parametrize("length", [1, 50])
 def test_mlx_s_own_form_gives_the_same(length):
     given = [one.astype(mx.float32) for one in drawn(length, True)]
-    op = delta.gated_delta_pass if length > 1 else delta.gated_delta_step
+    op = delta.gated_delta_sequence if length > 1 else delta.gated_delta_step
     for ours, theirs in zip(
         op.reference(*given), delta.gated_delta_step.launch(*given), strict=True
     ):
@@ -142,11 +142,11 @@ def test_a_wrong_kernel_for_many_tokens_leaves_the_one_for_a_token_on(monkeypatc
         return (out * 1.01 if values.shape[1] > 8 else out), memory
 
     monkeypatch.setattr(mx.fast, "gated_delta_update", update)
-    monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    ops = {1: delta.gated_delta_step, 9: delta.gated_delta_pass}
+    monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: True)
+    ops = {1: delta.gated_delta_step, 9: delta.gated_delta_sequence}
     for length, op in ops.items():
         monkeypatch.setattr(op, "disabled_dtypes", set())
         given = (one.astype(mx.float32) for one in drawn(length, True, key_dim=128, value_dim=128))
-        kernels.check_calls([(op, tuple(given), {})])
+        kernels.turn_off_faulty_kernels([(op, tuple(given), {})])
     assert [op.can_run(mx.float32) for op in ops.values()] == [True, False]
-    assert "the kernel gated_delta_pass is off for" in capsys.readouterr().err
+    assert "the kernel gated_delta_sequence is off for" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import message_of, read_log, write_log
+from conftest import catch_message, read_log, write_log
 
 from bench import answers as audit
 from tasks import demo as sums
@@ -22,7 +22,7 @@ READ = read_log(
 def test_the_audits_reader_and_the_verifier_agree_though_they_share_no_code(
     answer, ends_right, right
 ):
-    reading = audit.read_answer(ASKED, answer)
+    reading = audit.audit_answer(ASKED, answer)
     assert (reading.ends_right, reading.right) == (ends_right, right)
     assert sums.correct([ASKED], [answer], ["forty-two"]) == [right]
 
@@ -36,17 +36,17 @@ def test_the_audits_reader_forgives_a_stammer_and_the_verifier_other_words_for_p
         ("Twenty-seven plus fifteen is is forty-two.", True, 0),
         ("So 27 and fifteen more makes **42**!", False, 1),
     ):
-        assert audit.read_answer(ASKED, answer).right == audited
+        assert audit.audit_answer(ASKED, answer).right == audited
         assert sums.correct([ASKED], [answer], ["forty-two"]) == [verified]
 
 
 def test_of_recorded_answers_the_audit_calls_those_right_that_the_verifier_does():
     for prompt, answer, scores in read_log(Path(__file__).parent / "judged_answers.jsonl"):
         right = number_words(sum(numbers_in(prompt)))
-        assert audit.read_answer(prompt, answer).right == bool(
+        assert audit.audit_answer(prompt, answer).right == bool(
             sums.correct([prompt], [answer], [right])[0]
         )
-        assert audit.read_answer(prompt, answer).right == (scores[0] == 5)
+        assert audit.audit_answer(prompt, answer).right == (scores[0] == 5)
 
 
 def test_the_audit_of_a_run_counts_its_first_and_its_newest_evaluation(golden, capsys, tmp_path):
@@ -71,6 +71,6 @@ def test_the_audit_of_a_run_counts_its_first_and_its_newest_evaluation(golden, c
     shutil.copy(run / "config.yaml", tmp_path)
     write_log(tmp_path / "eval_answers.jsonl", [one for one in recorded if not one["step"]])
     for other in (golden("sft"), tmp_path):  # of another task, and before its first steps
-        assert "has no evaluations of --task demo before and after" in message_of(
-            audit.load_evaluations, [other]
+        assert "has no evaluations of --task demo both before and after" in catch_message(
+            audit.load_first_and_newest_answers, [other]
         )

@@ -3,9 +3,9 @@
 import os
 
 import pytest
-from conftest import message_of, read_log
+from conftest import catch_message, read_log
 from extras import needs
-from small_run import resolve
+from small_run import resolve_settings
 
 import train
 from config import Config
@@ -23,24 +23,28 @@ SIZES = "data/demo_rg.yaml"
 
 def test_it_is_found_by_name():
     assert (
-        hub.find_model("demo:rg") == hub.BUNDLED["demo:rg"] and hub.find_model("demo") == hub.DEMO
+        hub.find_model_directory("demo:rg") == hub.BUNDLED["demo:rg"]
+        and hub.find_model_directory("demo") == hub.DEMO
     )
-    assert message_of(hub.find_model, "demo:gr").startswith("--model demo:gr: no such directory")
+    message = catch_message(hub.find_model_directory, "demo:gr")
+    assert message.startswith("--model demo:gr is neither an existing directory nor a hub id")
 
 
 def test_its_recipe_is_the_default_of_its_tasks_and_of_no_other_model_s():
-    config, line = resolve({"model": "demo:rg"}, None, None)
-    assert line == "model: demo:rg, as asked; task: rg:chain_sum,leg_counting"
-    other, _ = resolve({"model": "demo:rg", "task": "rg:spell_backward", "steps": 3}, None, None)
-    assert other == config.with_settings(
+    config, line = resolve_settings({"model": "demo:rg"}, None, None)
+    assert line == "model: demo:rg, as requested; task: rg:chain_sum,leg_counting"
+    other, _ = resolve_settings(
+        {"model": "demo:rg", "task": "rg:spell_backward", "steps": 3}, None, None
+    )
+    assert other == config.copy_with_settings(
         task="rg:spell_backward", steps=3
     ) and config.data.task_config == os.path.abspath(SIZES)
-    larger, _ = resolve({"model": "random:2m", "task": "rg:spell_backward"}, None, None)
+    larger, _ = resolve_settings({"model": "random:2m", "task": "rg:spell_backward"}, None, None)
     assert (larger.optimizer.learning_rate, larger.data.task_config) == (
         Config.from_flags().optimizer.learning_rate,
         "",
     )
-    assert resolve({"model": "demo"}, None, None)[0].data.task == "demo"
+    assert resolve_settings({"model": "demo"}, None, None)[0].data.task == "demo"
 
 
 # ---- what it knows
@@ -50,7 +54,7 @@ def test_its_recipe_is_the_default_of_its_tasks_and_of_no_other_model_s():
 def test_sizes_of_data_sets_that_a_task_leaves_out_are_no_mistake_and_other_keys_are(tmp_path):
     mix = parse_mix("rg:chain_sum", SIZES)
     assert mix.settings == {"chain_sum": {"max_terms": 3, "max_digits": 2}}
-    rg.make_maker(mix.settings, mix.unused)
+    rg.make_problem_maker(mix.settings, mix.unused)
     for key, meant in (
         ("chain_som", "chain_sum"),
         ("held_outs", "held_out"),
@@ -58,10 +62,10 @@ def test_sizes_of_data_sets_that_a_task_leaves_out_are_no_mistake_and_other_keys
     ):
         (tmp_path / "sizes.yaml").write_text(f"{key}: {{}}")
         mix = parse_mix("rg:chain_sum", str(tmp_path / "sizes.yaml"))
-        message = message_of(rg.make_maker, mix.settings, mix.unused)
+        message = catch_message(rg.make_problem_maker, mix.settings, mix.unused)
         assert (
             message
-            == f"--task-config: {key!r} is no data set and no setting, did you mean {meant!r}?"
+            == f"--task-config: {key!r} is neither a data set nor a setting, did you mean {meant!r}?"
         )
 
 
@@ -72,9 +76,10 @@ def test_it_keeps_its_format_is_right_in_a_third_and_learns_to_show_working(tmp_
     for pool in ("MAKERS", "SCORERS"):
         monkeypatch.setattr(rg, pool, 1)  # a process of either takes two seconds to start
     run = GrpoRun(
-        resolve({"model": "demo:rg", "steps": 12, "eval_every": 12, "eval_limit": 96})[0], tmp_path
+        resolve_settings({"model": "demo:rg", "steps": 12, "eval_every": 12, "eval_limit": 96})[0],
+        tmp_path,
     )
-    run.open()
+    run.open_logs_and_record_inputs()
     list(train.train(run))
     first, last = read_log(tmp_path / "eval.jsonl")
     assert 0.2 < first["eval/accuracy"] < 0.5 and first["eval/greedy"] < 0.4

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx_lm.utils
 import pytest
 import yaml
-from conftest import CONFIGS, contents, message_of, write_checkpoint, write_log
+from conftest import CONFIGS, catch_message, read_tree, write_checkpoint, write_log
 from mlx_lm.tokenizer_utils import load as mlx_lm_load_tokenizer
 from mlx_lm.utils import load_model as mlx_lm_load_model
 from test_gguf import tokenizer_like  # noqa: F401  (a fixture)
@@ -44,16 +44,16 @@ def with_template(tokenizer, front):
 def rendered_by_ollama(folder, tokenizer, messages):
     """Messages in a Modelfile's template, its Go put into Jinja's words; None where it has none."""
     (folder / "model.gguf").touch()
-    said = ollama.write_modelfile(folder, tokenizer, [], None, [])
-    found = re.search(
+    note = ollama.write_modelfile(folder, tokenizer, [], None, [])
+    match = re.search(
         r'^TEMPLATE """(.*)"""\n\Z', (folder / "Modelfile").read_text(encoding="utf-8"), re.M | re.S
     )
-    assert (found is None) == ("without TEMPLATE" in said)
-    if found is None:
+    assert (match is None) == ("without TEMPLATE" in note)
+    if match is None:
         return None
-    text = found[1].removesuffix("{{ end }}") + "{% endfor %}"
+    text = match[1].removesuffix("{{ end }}") + "{% endfor %}"
     assert '"""' not in text and all(
-        one == "\n" or one.isprintable() for one in text
+        character == "\n" or character.isprintable() for character in text
     )  # else it is cut, or drops them
     text = text.replace("{{ $last := eq (len (slice $.Messages $i)) 1 }}", "").replace(
         "$one.Content", "one.content"
@@ -75,9 +75,11 @@ def rendered_by_ollama(folder, tokenizer, messages):
 def sent_by_ollama(folder):
     """The messages of a Modelfile: a text ends at the first three quotes that end a line, without odd characters."""
     text = (folder / "Modelfile").read_bytes().decode()
-    text = "".join(one for one in text if one.isprintable() or one in "\t\r\n")
-    found = re.findall(r'^MESSAGE (\w+) """(.*?)"""\s*?[\r\n]', text, re.M | re.S)
-    return [{"role": role, "content": content} for role, content in found]
+    text = "".join(
+        character for character in text if character.isprintable() or character in "\t\r\n"
+    )
+    matches = re.findall(r'^MESSAGE (\w+) """(.*?)"""\s*?[\r\n]', text, re.M | re.S)
+    return [{"role": role, "content": content} for role, content in matches]
 
 
 def shots(text="Two.", roles=("user", "assistant") * 2):
@@ -97,11 +99,9 @@ CHANGED += [
 @pytest.mark.parametrize("shown", KEPT + CHANGED)
 def test_ollama_sends_what_all_prompts_began_with_as_it_was_or_nothing(tmp_path, tokenizer, shown):
     (tmp_path / "model.gguf").touch()
-    said = ollama.write_modelfile(tmp_path, tokenizer, [], None, shown)
+    note = ollama.write_modelfile(tmp_path, tokenizer, [], None, shown)
     assert sent_by_ollama(tmp_path) == (shown if shown in KEPT else [])
-    assert said.startswith(
-        " that sends 4 messages first" if shown in KEPT else " without MESSAGE: Ollama"
-    )
+    assert note.startswith(" that sends 4 messages first" if shown in KEPT else " without MESSAGE")
 
 
 TALK = "{% for one in messages %}<{{ one.role }}>{{ one.content | trim }}{% endfor %}"
@@ -121,8 +121,8 @@ def test_ollama_gets_a_template_without_llama_cpp_s_first_token_or_none(
     template,
     wanted,
 ):
-    (its := tokenizer_like("llama-bpe")).chat_template = template
-    assert rendered_by_ollama(tmp_path, its, [{"role": "user", "content": "Hi"}]) == wanted
+    (tokenizer := tokenizer_like("llama-bpe")).chat_template = template
+    assert rendered_by_ollama(tmp_path, tokenizer, [{"role": "user", "content": "Hi"}]) == wanted
 
 
 @pytest.mark.parametrize("front", TEMPLATES.values(), ids=TEMPLATES)
@@ -141,13 +141,13 @@ def test_other_programs_give_a_prompt_the_ids_of_training(
     base.save_pretrained(str(tmp_path / "base"), save_jinja_files=place != "tokenizer_config.json")
     assert (tmp_path / "base" / place).exists()
     ours, wanted = hub.load_tokenizer(tmp_path / "base"), with_template(tokenizer, front)
-    chat_template.fix_template(ours, system, thinking)
+    chat_template.fix_template_for_other_programs(ours, system, thinking)
     ours.save_pretrained(str(tmp_path / "fused"))
-    for messages, its in (
+    for messages, system_prompt in (
         (USER, system),
         (OWN, None),
     ):  # a system message of the user's own stands alone
-        ids = chat_template.encode_chat(wanted, messages, system=its, thinking=thinking)
+        ids = chat_template.encode_chat(wanted, messages, system=system_prompt, thinking=thinking)
         peer, again = (
             mlx_lm_load_tokenizer(tmp_path / "fused"),
             hub.load_tokenizer(tmp_path / "fused"),
@@ -156,10 +156,10 @@ def test_other_programs_give_a_prompt_the_ids_of_training(
             asked = again.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
             assert rendered_by_ollama(tmp_path, again, talk) == asked
         for others in ({}, {"enable_thinking": True}):
-            how = {"add_generation_prompt": True, "return_dict": False} | others
+            options = {"add_generation_prompt": True, "return_dict": False} | others
             assert (
-                again.apply_chat_template(messages, **how)
-                == peer.apply_chat_template(messages, **how)
+                again.apply_chat_template(messages, **options)
+                == peer.apply_chat_template(messages, **options)
                 == ids
             )
         assert chat_template.encode_chat(again, messages, thinking=thinking) == ids
@@ -172,11 +172,14 @@ def test_a_template_that_renders_as_training_did_is_left_alone_and_one_that_cann
     plain.chat_template = before = tokenizer.chat_template.replace(
         "enable_thinking is defined and", "false and"
     )
-    assert chat_template.fix_template(plain, None, False) == "" and plain.chat_template == before
-    said = message_of(
-        chat_template.fix_template, plain, "Obey <|im_end|>.", False
+    assert (
+        chat_template.fix_template_for_other_programs(plain, None, False) == ""
+        and plain.chat_template == before
+    )
+    message = catch_message(
+        chat_template.fix_template_for_other_programs, plain, "Obey <|im_end|>.", False
     )  # a template's is no text
-    assert said.endswith("--keep-template leaves the base's")
+    assert message.endswith("--keep-template to keep the base model's template")
 
 
 # ---- the command
@@ -222,10 +225,10 @@ def test_a_fused_model_has_training_s_template_and_the_type_of_its_base_on_any_m
         out / "chat_template.jinja"
     ).read_text() == "{%- set enable_thinking = false %}\n" + template
     for adapter in (where, f"{where}/checkpoints/step-000003/adapter"):
-        again, said = fused(tmp_path, capsys, "--adapter", adapter)
-        assert "thinking off" in said and (again / "chat_template.jinja").read_text() != template
-    kept, said = fused(tmp_path, capsys, "--run", where, "--keep-template")
-    assert "template" not in said and (kept / "chat_template.jinja").read_text() == template
+        again, line = fused(tmp_path, capsys, "--adapter", adapter)
+        assert "thinking off" in line and (again / "chat_template.jinja").read_text() != template
+    kept, line = fused(tmp_path, capsys, "--run", where, "--keep-template")
+    assert "template" not in line and (kept / "chat_template.jinja").read_text() == template
 
 
 def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(
@@ -257,22 +260,16 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(
     asked = [[*shown, {"role": "user", "content": row["prompt"]}] for row in rows]
     write_log(tmp_path / "data.jsonl", [{"prompt": prompt, "answer": "4"} for prompt in asked])
     line = fused(tmp_path, capsys, "--run", (shot := run(task="own", data=data, rubric="")))[1]
-    assert line.endswith(
-        "prompts begin with 2 messages more, which who talks to it must send: README.md has them"
-    )
+    assert line.endswith("(README.md lists them)")
+    assert "begin with 2 " in line
     card = (tmp_path / "fused" / "README.md").read_text(encoding="utf-8")
-    assert (
-        json.loads(
-            card.partition("send them before yours.\n\n```json\n")[2].removesuffix("\n```\n")
-        )
-        == shown
-    )
+    assert "send them before" in card
+    assert json.loads(card.partition("\n```json\n")[2].removesuffix("\n```\n")) == shown
     export.main(["--export", "peft", "--run", shot, "--out", str(tmp_path / "peft")])
     assert (tmp_path / "peft" / "README.md").read_text(encoding="utf-8").endswith(card[-200:])
     assert capsys.readouterr().out.startswith(f"{tmp_path}/peft: {shot}/adapter for ")
-    assert fused(tmp_path, capsys, "--adapter", shot)[1].endswith(
-        "2 messages more, which who talks to it must send"
-    )
+    line = fused(tmp_path, capsys, "--adapter", shot)[1]
+    assert "begin with 2 " in line and line.endswith("send in every chat")
     export.main(["--export", "gguf", "--run", shot, "--out", str(tmp_path / "file")])
     assert "and a Modelfile that sends 2 messages first; demo with" in capsys.readouterr().out
     assert (sent := sent_by_ollama(tmp_path / "file")) == shown[1:]
@@ -285,10 +282,8 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(
     assert "'; user: 'One and one?'; assistant: 'Two.'" in capsys.readouterr().err
     write_log(tmp_path / "data.jsonl", [*rows, rows[0] | {"system": "Other."}])
     line = fused(tmp_path, capsys, "--run", run(task="own", data=data, rubric=""))[1]
-    assert (
-        "training had 2 system prompts, and the template has none; its chat template has thinking off,"
-        in line
-    )
+    assert "training had 2 system prompts" in line
+    assert "; its chat template has thinking off," in line
     (tmp_path / "data.jsonl").unlink()
     assert (
         "system prompt of training is unknown: --data" in fused(tmp_path, capsys, "--run", where)[1]
@@ -303,7 +298,7 @@ def test_an_exported_adapter_names_a_base_that_others_open_or_says_to_fuse_first
         "base_model_name_or_path"
     ]
     assert (
-        contents(hub.DEMO) == contents(hub.find_model(base))
+        read_tree(hub.DEMO) == read_tree(hub.find_model_directory(base))
         and model_choice.choose_model(None, tmp_path / "demo")[0] == base
     )
     capsys.readouterr()
@@ -320,8 +315,8 @@ def test_an_exported_adapter_names_a_base_that_others_open_or_says_to_fuse_first
             str(tmp_path / "smollm2"),
         ]
     )
-    line = "other programs do not open smollm2 as its base: give them the whole model, by --fuse"
-    assert line in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "load smollm2 as the base" in output and "give them the whole model" in output
 
 
 # ---- few bits
@@ -332,14 +327,15 @@ def test_an_exported_adapter_names_a_base_that_others_open_or_says_to_fuse_first
 def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, capsys, kind, bits):
     export.main(["--fuse", "--bits", str(bits), "--run", run(kind), "--out", str(tmp_path / "few")])
     lines = capsys.readouterr().out.splitlines()
-    assert re.search(rf"; in {bits}\.5\d bits a weight$", lines[0])
+    assert re.search(rf" {bits}\.5\d bits per weight$", lines[0])
     assert len(lines) == 7 + lines[-1].startswith("WARNING") and lines[1].startswith(
         "for LM Studio on a Mac: mkdir "
     )
-    assert lines[3] == f"now what {bits} bits cost, by held-out problems; what is written stays"
+    assert f"{bits} bits" in lines[3] and "held-out problems" in lines[3]
     wide, few, cost = (line.partition(": ")[2] for line in [*lines[4:6], f"x: {lines[6]}"])
     assert wide.startswith("eval/accuracy ") and few.endswith("| 8 problems")
-    numbers = re.match(rf"{bits} bits are (\S+) nats .*, (\S+)% of the (\S+) that", cost).groups()
+    pattern = rf".* {bits} bits .* by (\S+) nats .*, (\S+)% of the (\S+) nats"
+    numbers = re.match(pattern, cost).groups()
     lost, share, learned = map(float, numbers)
     assert share / 100 == pytest.approx(lost / learned, rel=0.1)  # of two digits each
     assert (
@@ -357,13 +353,13 @@ def test_a_large_packed_model_is_shards_and_one_that_cannot_be_packed_is_refused
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        mlx_lm.utils, "make_shards", lambda weights: [dict([one]) for one in weights.items()]
+        mlx_lm.utils, "make_shards", lambda weights: [dict([item]) for item in weights.items()]
     )
-    few_bits.quantize_directory(hub.DEMO, tmp_path / "few", 8)
-    assert "model.safetensors" not in contents(tmp_path / "few") and gwen.load(tmp_path / "few")
+    few_bits.write_quantized_copy(hub.DEMO, tmp_path / "few", 8)
+    assert "model.safetensors" not in read_tree(tmp_path / "few") and gwen.load(tmp_path / "few")
     narrow = write_checkpoint(tmp_path / "narrow", CONFIGS["qwen3"] | {"head_dim": 8})
-    assert "no width of this model is a multiple" in message_of(
-        few_bits.quantize_directory, narrow, tmp_path / "no", 4
+    assert "no width of this model is a multiple" in catch_message(
+        few_bits.write_quantized_copy, narrow, tmp_path / "no", 4
     )
 
 
@@ -372,26 +368,24 @@ def test_bits_cost_nothing_of_a_model_beside_itself_and_a_warning_of_another(
     run, golden, tmp_path, capsys
 ):
     out, _ = fused(tmp_path, capsys, "--run", run())
-    few_bits.print_quantization_cost(run(), out, out, 16)
+    few_bits.measure_and_print_quantization_cost(run(), out, out, 16)
     _, *same = capsys.readouterr().out.splitlines()
     assert same[0] == same[1] and re.match(
-        r"16 bits are \S+ nats a token from 16, 0\.0\d% of the", same[2]
+        r".* 16 bits .* \S+ nats per token, 0\.0\d% of the", same[2]
     )
-    assert (
-        same[2].endswith("; 100.0% of the tokens of greedy answers stay the likeliest")
-        and len(same) == 3
-    )
+    assert "; 100.0% of the tokens in greedy answers" in same[2] and len(same) == 3
     other = shutil.copytree(out, tmp_path / "other")
     weights = {name: array * 2 for name, array in mx.load(str(other / "model.safetensors")).items()}
     mx.eval(weights)  # before their file is written
     mx.save_safetensors(str(other / "model.safetensors"), weights)
-    few_bits.print_quantization_cost(run(), out, other, 4)
+    few_bits.measure_and_print_quantization_cost(run(), out, other, 4)
     warning = capsys.readouterr().out.splitlines()[-1]
-    assert warning.startswith("WARNING: rounding to 4 bits changed the model by over a third")
+    assert warning.startswith("WARNING: rounding to 4 bits") and "a third" in warning
     alone = shutil.copytree(tmp_path / "run" / "adapter", tmp_path / "alone")
     export.main(["--fuse", "--bits", "8", "--adapter", str(alone), "--out", str(tmp_path / "few")])
-    few_bits.print_quantization_cost(str(golden("sft")), out, out, 8)
-    few_bits.print_quantization_cost(run(), out, tmp_path / "none.gguf", 8)
-    unknown = "what 8 bits cost was not measured: only --run of a task with problems tells them\n"
-    assert (said := capsys.readouterr().out).count(unknown) == 2 and "not measured: --model" in said
-    assert "16 bits: " not in said  # what cannot be read is told before anything is measured
+    few_bits.measure_and_print_quantization_cost(str(golden("sft")), out, out, 8)
+    few_bits.measure_and_print_quantization_cost(run(), out, tmp_path / "none.gguf", 8)
+    unknown = "8 bits was not measured: the measurement needs --run"
+    output = capsys.readouterr().out
+    assert output.count(unknown) == 2 and "not measured: --model" in output
+    assert "16 bits: " not in output  # what cannot be read is told before anything is measured

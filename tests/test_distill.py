@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import read_log, write_log
 from mlx.utils import tree_flatten
-from small_run import SMALL, make_config, make_run, sample
+from small_run import SMALL_FLAGS, make_config, make_run, sample_first_prompts
 from test_divergence import error, gradient_by_logits, log_softmax, written_out
 
 import config
@@ -60,12 +60,14 @@ def moved(run):
 
 def lesson_of(run, budget=150, sharing="off"):
     """Samples and their batches, with what the teacher says of them."""
-    samples = sample(run, np.zeros(12))
-    return samples, run.teacher.add_lessons(samples, make_batches(samples, budget, sharing))
+    samples = sample_first_prompts(run, np.zeros(12))
+    return samples, run.teacher.add_teacher_hidden_states(
+        samples, make_batches(samples, budget, sharing)
+    )
 
 
 def num_items(samples):
-    return sum(len(one.loss_positions) for one in samples)
+    return sum(len(sample.loss_positions) for sample in samples)
 
 
 def scored_alone(model, ids, completion, temperature=1.0):
@@ -97,7 +99,7 @@ def test_the_loss_and_its_gradient_are_those_of_float64(
 
         def share(states, batch=batch):
             monkeypatch.setattr(loss, "completion_hidden_states", lambda *_: states)
-            return step_loss.compute(run.model, batch)
+            return step_loss.compute_batch_loss(run.model, batch)
 
         (value, _, sums), d_hidden = mx.value_and_grad(lambda h: share(h))(states)
         logits, teacher_logits = (
@@ -129,16 +131,16 @@ def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher
     for batch in batches:
         for row, states in zip(batch.rows, batch.lesson.hidden, strict=True):
             example, ids = samples[row].example, samples[row].response_ids
-            said = f"Carry the one: it is {example['answer']}."
+            teacher_prompt = f"Carry the one: it is {example['answer']}."
             seen = chat_template.encode_chat(
-                run.tokenizer, example["prompt"], system=said, thinking=False
+                run.tokenizer, example["prompt"], system=teacher_prompt, thinking=False
             )
             assert len(seen) > len(samples[row].prompt)
             logits = np.array(states[: len(ids)] @ batch.lesson.head_weight.T, np.float64)
             np.testing.assert_allclose(
                 log_softmax(logits), scored_alone(plain, seen, ids), atol=2e-4
             )
-    share = run.learner.loss.compute(run.model, batches[0])
+    share = run.learner.loss.compute_batch_loss(run.model, batches[0])
     drawn = np.array(
         batches[0].sampled_logprobs
     )  # the student saw its own prompt, through its adapters
@@ -153,16 +155,19 @@ def test_all_weights_are_trained_beside_a_copy_of_them_that_teaches(tmp_path, pr
 def test_what_stands_in_front_keeps_the_system_message_and_names_of_no_column():
     text = "It is {answer}, not {other}."
     plain = {"prompt": "How many?", "answer": 7}
-    said = {"role": "system", "content": "It is 7, not {other}."}
+    system_message = {"role": "system", "content": "It is 7, not {other}."}
     user = {"role": "user", "content": "How many?"}
-    assert distill.prepend_text(text, plain)["prompt"] == [said, user]
+    assert distill.prepend_to_system_message(text, plain)["prompt"] == [system_message, user]
     both = {"role": "system", "content": "It is 7, not {other}.\n\nBe brief."}
-    assert distill.prepend_text(text, plain | {"system": "Be brief."})["prompt"] == [both, user]
+    assert distill.prepend_to_system_message(text, plain | {"system": "Be brief."})["prompt"] == [
+        both,
+        user,
+    ]
     chat = [{"role": "system", "content": "Be brief."}, user]
-    held = distill.prepend_text(text, plain | {"prompt": chat})
+    example = distill.prepend_to_system_message(text, plain | {"prompt": chat})
     assert (
-        held["prompt"] == [both, user]
-        and held["system"] is None
+        example["prompt"] == [both, user]
+        and example["system"] is None
         and chat[0]["content"] == "Be brief."
     )
 
@@ -184,10 +189,13 @@ def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
         "--run-dir",
         str(tmp_path / "run"),
     ]
-    train.main([*SMALL, *DISTILL, teacher, *flags])
+    train.main([*SMALL_FLAGS, *DISTILL, teacher, *flags])
     metrics = read_log(tmp_path / "run" / "metrics.jsonl")
-    for one in metrics:
-        assert one["loss"] == pytest.approx(one["distill/kl"], rel=1e-5) and one["teacher/s"] > 0
+    for record in metrics:
+        assert (
+            record["loss"] == pytest.approx(record["distill/kl"], rel=1e-5)
+            and record["teacher/s"] > 0
+        )
     empty = {
         "reward/mean",
         "reward/std",
@@ -206,7 +214,7 @@ def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
 
 
 def test_a_teacher_needs_no_groups(tmp_path, teacher):
-    flags = [*SMALL, "--groups", "1", *DISTILL, teacher, "--eval-every", "0", "--steps", "1"]
+    flags = [*SMALL_FLAGS, "--groups", "1", *DISTILL, teacher, "--eval-every", "0", "--steps", "1"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as of a deviation of one number
         train.main([*flags, "--run-dir", str(tmp_path / "run")])
@@ -229,7 +237,7 @@ def test_rewards_are_only_looked_at_and_nobody_is_asked_to_judge(tmp_path, teach
 
 
 def test_a_teacher_that_is_not_there_is_named_with_its_own_flag(tmp_path):
-    with pytest.raises(ValueError, match=r"^--teacher \./nobody: no such directory"):
+    with pytest.raises(ValueError, match=r"^--teacher \./nobody is neither an existing directory"):
         make_run(tmp_path, *DISTILL, "./nobody")
 
 
@@ -238,21 +246,21 @@ def tokenizer_with(vocab, special=(0,)):
 
 
 @pytest.mark.parametrize(
-    "vocab, special, said",
+    "vocab, special, message",
     [
-        ({"a": 0, "c": 1}, (0,), "id 1 is 'c' there and 'b' in the student's tokenizer"),
-        ({"a": 0}, (0,), "id 1 is None there and 'b'"),
-        ({"a": 0, "b": 1, "c": 7}, (0,), "id 7 is 'c' there and None"),
-        ({"a": 0, "b": 1}, (0, 1), "its special tokens are \\[0, 1\\], the student's \\[0\\]"),
+        ({"a": 0, "c": 1}, (0,), "id 1 is 'c' .* and 'b' in the student's"),
+        ({"a": 0}, (0,), "id 1 is None .* and 'b'"),
+        ({"a": 0, "b": 1, "c": 7}, (0,), "id 7 is 'c' .* and None"),
+        ({"a": 0, "b": 1}, (0, 1), "special tokens are \\[0, 1\\] .* \\[0\\]"),
     ],
 )
-def test_another_tokenizer_is_refused_with_its_first_difference(vocab, special, said):
+def test_another_tokenizer_is_refused_with_its_first_difference(vocab, special, message):
     ours = tokenizer_with({"a": 0, "b": 1})
-    distill.refuse_other_tokenizer("T", ours, tokenizer_with({"b": 1, "a": 0}))
+    distill.check_tokenizers_are_equal("T", ours, tokenizer_with({"b": 1, "a": 0}))
     with pytest.raises(
-        ValueError, match=f"^--teacher T: {said}.*; take a teacher with the same tokenizer$"
+        ValueError, match=f"^--teacher T: .*{message}.*; use a teacher with the same tokenizer$"
     ):
-        distill.refuse_other_tokenizer("T", ours, tokenizer_with(vocab, special))
+        distill.check_tokenizers_are_equal("T", ours, tokenizer_with(vocab, special))
 
 
 def test_a_template_without_system_messages_cannot_set_the_teacher_apart(
@@ -260,27 +268,27 @@ def test_a_template_without_system_messages_cannot_set_the_teacher_apart(
 ):
     chat_ids = chat_template.encode_chat
 
-    def without_system(tokenizer, messages, **how):
+    def without_system(tokenizer, messages, **settings):
         if not isinstance(messages, str):
             messages = [message for message in messages if message["role"] != "system"]
-        return chat_ids(tokenizer, messages, **how)
+        return chat_ids(tokenizer, messages, **settings)
 
     monkeypatch.setattr(chat_template, "encode_chat", without_system)
     with pytest.raises(
         ValueError,
-        match=r"^--teacher-prompt .*: the chat template of demo leaves system messages out",
+        match=r"^--teacher-prompt .*: the chat template of demo .*system messages",
     ):
         make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt)
 
 
 def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
-    for path, said in (
+    for path, message in (
         (tmp_path / "nothing.txt", "cannot be read"),
         (tmp_path / "empty.txt", "is empty"),
     ):
-        if said == "is empty":
+        if message == "is empty":
             path.write_text(" \n")
-        with pytest.raises(ValueError, match=f"^--teacher-prompt {path} {said}"):
+        with pytest.raises(ValueError, match=f"^--teacher-prompt {path} {message}"):
             make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", str(path))
 
 
@@ -288,18 +296,18 @@ def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
 
 
 def test_a_teacher_that_does_not_fit_is_told_so_before_it_is_asked(monkeypatch, teacher):
-    shape, sizes = hub.load_config(hub.DEMO), config.Sizes(12, 1024, 0)
-    its = {"demo": teacher, "large": "random:0.6b"}
+    shape, sizes = hub.load_config(hub.DEMO), config.MemoryDependentSizes(12, 1024, 0)
+    teachers = {"demo": teacher, "large": "random:0.6b"}
     lines, needs = {}, {}
-    for name, model in its.items():
+    for name, model in teachers.items():
         demand = memory_estimate.RunDemand(
             shape, mx.float32, make_config(*DISTILL, model), [80] * 3
         )
-        needs[name] = memory_estimate.estimate(demand, sizes)
-        monkeypatch.setattr(memory, "memory_size", lambda: 1_000_000_000)
-        lines[name] = memory_estimate.memory_line(demand, sizes)
+        needs[name] = memory_estimate.estimate_memory(demand, sizes)
+        monkeypatch.setattr(memory, "usable_memory_bytes", lambda: 1_000_000_000)
+        lines[name] = memory_estimate.format_memory_line(demand, sizes)
     weights = sum(array.nbytes for _, array in tree_flatten(gwen.Model(shape).parameters()))
     assert needs["demo"].resident["teacher"] == weights + 4 * shape.hidden_size * 12 * 12
     assert "fit" not in lines["demo"] and lines["large"].endswith(
-        "; it does not fit: take a smaller --teacher"
+        "; it does not fit: use a smaller --teacher"
     )

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import peak_of
+from conftest import measure_peak
 
 from layers import divergence, lm_head
 
@@ -55,7 +55,9 @@ def make_case(vocab=700, width=24, teacher_width=16, spread=1.0):
 def ours(case, **how):
     """Results, and gradients by the student's hidden states and head."""
     hidden, taught, head, teacher_head, ids, d_out = case
-    lesson = divergence.Lesson(mx.array(taught, mx.float32), mx.array(teacher_head, mx.float32))
+    lesson = divergence.TeacherStatesAndHead(
+        mx.array(taught, mx.float32), mx.array(teacher_head, mx.float32)
+    )
     d_out = mx.array(d_out, mx.float32)
 
     def total(hidden, weight):
@@ -125,7 +127,7 @@ def test_it_takes_hardly_more_memory_than_log_probabilities():
     for taught in (False, True):
         hidden, second = (mx.random.normal((1, num, width), key=key) for key in keys[:2])
         head, second_head = (mx.random.normal((vocab, width), key=key) for key in keys[2:])
-        lesson = divergence.Lesson(second, second_head)
+        lesson = divergence.TeacherStatesAndHead(second, second_head)
 
         def loss(x, head=head, lesson=lesson, taught=taught):
             if taught:
@@ -135,7 +137,7 @@ def test_it_takes_hardly_more_memory_than_log_probabilities():
         mx.eval(hidden, head, *(lesson if taught else ()))
         inputs = sum(array.nbytes for array in (hidden, head, *(lesson if taught else ())))
         peaks.append(
-            inputs + peak_of(lambda loss=loss, hidden=hidden: mx.value_and_grad(loss)(hidden))
+            inputs + measure_peak(lambda loss=loss, hidden=hidden: mx.value_and_grad(loss)(hidden))
         )
     assert peaks[1] < 1.2 * peaks[0], peaks
     assert peaks[1] < 4 * num * vocab, "one model's logits"

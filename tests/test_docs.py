@@ -57,9 +57,9 @@ def always_there():
 
 def test_the_tables_of_flags_of_trl_s_names_and_of_what_fits_are_up_to_date():
     pages = {
-        reference.PAGE: reference.flags_page,
-        reference.TRL: reference.trl_page,
-        reference.MEMORY: reference.memory_page,
+        reference.PAGE: reference.flags_page_text,
+        reference.TRL: reference.trl_page_text,
+        reference.MEMORY: reference.memory_page_text,
     }
     for path, make in pages.items():
         assert path.read_text(encoding="utf-8") == make(), "run `uv run python -m docs.reference`"
@@ -81,7 +81,7 @@ def known_flags():
     }
     return (
         looped
-        | set(re.findall(r"(?:^\| `|also as )(--[a-z-]+)", reference.flags_page(), re.M))
+        | set(re.findall(r"(?:^\| `|also as )(--[a-z-]+)", reference.flags_page_text(), re.M))
         | {
             flag.value
             for call in calls

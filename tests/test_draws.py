@@ -3,7 +3,7 @@
 import pytest
 from conftest import read_log
 from extras import needs
-from small_run import SMALL, make_config
+from small_run import SMALL_FLAGS, make_config
 from test_procedural import here  # noqa: F401  a fixture
 
 import train
@@ -31,7 +31,7 @@ def test_prompts_come_in_epochs():
 def test_a_run_without_end_is_repeated_exactly(tmp_path):
     (tmp_path / "sizes.yaml").write_text("held_out: 4\nchain_sum:\n  level: 1\n")
     flags = ["--task", "rg:chain_sum,lcm", "--task-config", str(tmp_path / "sizes.yaml")]
-    flags = [*SMALL, *flags, "--eval-every", "0", "--save-every", "1"]
+    flags = [*SMALL_FLAGS, *flags, "--eval-every", "0", "--save-every", "1"]
     train.main(
         [*flags, "--steps", "4", "--run-dir", str(tmp_path / "whole"), "--warmup-steps", "99"]
     )

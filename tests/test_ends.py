@@ -6,7 +6,7 @@ import shutil
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import message_of, read_log
+from conftest import catch_message, read_log
 
 import gwen
 import sampler
@@ -92,7 +92,7 @@ def without_ends(folder):
 
 def test_a_model_without_any_end_is_refused_unless_one_is_named(tmp_path):
     folder = without_ends(tmp_path / "model")
-    said = message_of(gwen.load, folder)
+    said = catch_message(gwen.load, folder)
     assert str(folder) in said and "--end-tokens" in said and "\n" not in said
     for named in ("<|x|>", str(IM_END)):
         assert gwen.load(folder, end_tokens=[named])[0].config.end_ids == (IM_END,)
@@ -100,7 +100,7 @@ def test_a_model_without_any_end_is_refused_unless_one_is_named(tmp_path):
 
 @pytest.mark.parametrize("named", ["<|im_ended|>", "99999", "two words", ""])
 def test_an_end_token_that_the_vocabulary_lacks_is_refused_by_its_name(tmp_path, named):
-    said = message_of(gwen.load, "demo", end_tokens=[named])
+    said = catch_message(gwen.load, "demo", end_tokens=[named])
     assert "--end-tokens" in said and named in said
 
 
@@ -108,16 +108,18 @@ def test_the_tokenizers_padding_ends_a_completion_but_not_what_begins_a_text(tok
     config = hub.load_config(hub.DEMO)
     tokenizer = gwen.load("demo")[1]
     tokenizer.pad_token = "<|im_start|>"
-    assert 638 in ends.with_end_tokens(config, tokenizer)[0].end_ids
+    assert 638 in ends.copy_with_end_tokens(config, tokenizer)[0].end_ids
     tokenizer.bos_token = "<|im_start|>"
-    assert 638 not in ends.with_end_tokens(config, tokenizer)[0].end_ids
+    assert 638 not in ends.copy_with_end_tokens(config, tokenizer)[0].end_ids
 
 
 def test_a_tag_of_a_thought_counts_only_where_the_prompt_has_closed_the_thought():
     controls = {5: "<think>", 6: "</think>", 7: "<|x|>"}
-    assert ends.find_controls([1, 5, 6], [2, 6, 7, 7], controls) == ["</think>", "<|x|>"]
-    assert ends.find_controls([1, 5], [2, 6, 7], controls) == ["<|x|>"]  # the answer closes it
-    assert ends.find_controls([1], [5, 2, 6], controls) == []
+    assert ends.find_control_tokens([1, 5, 6], [2, 6, 7, 7], controls) == ["</think>", "<|x|>"]
+    assert ends.find_control_tokens([1, 5], [2, 6, 7], controls) == [
+        "<|x|>"
+    ]  # the answer closes it
+    assert ends.find_control_tokens([1], [5, 2, 6], controls) == []
 
 
 @pytest.mark.slow

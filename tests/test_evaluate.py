@@ -8,7 +8,7 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import read_log, readable, write_log
+from conftest import mark_readable, read_log, write_log
 from test_docs import EVALUATION_METRICS, without_meaning
 
 import chat
@@ -21,11 +21,13 @@ import tasks
 import train
 from disk import eval_record, run_files, statistics
 from evaluate import main as evaluate_main
-from evaluation.evaluate import KEY, EvalParams, answer_both, evaluate_task
+from evaluation.score_task import KEY, EvalParams, answer_sampled_and_greedy, evaluate_task
 from judging import rubrics
+from judging.evaluations import CriterionEvaluation
+from judging.grader import Grader
 from machine import memory
 from prompts import chat_template
-from prompts.examples import spread_evenly
+from prompts.examples import pick_evenly_spaced
 from rewards import form
 from tasks import demo as sums
 
@@ -36,7 +38,9 @@ def demo():
 
 
 def evaluated(demo, task, params, **graders):
-    return evaluate_task(functools.partial(answer_both, *demo), task, params, **graders)
+    return evaluate_task(
+        functools.partial(answer_sampled_and_greedy, *demo), task, params, **graders
+    )
 
 
 def run(demo, **settings):
@@ -59,9 +63,11 @@ def test_figures_are_of_all_answers_with_intervals_over_problems(demo, samples):
         {name: column.mean() for name, column in expected.items()}
     )
     if samples > 1:
-        half = statistics.student_t(23) * values.mean(1).std(ddof=1) / math.sqrt(24)
+        half = statistics.student_t_quantile(23) * values.mean(1).std(ddof=1) / math.sqrt(24)
         assert record["eval/accuracy_ci95"] == record["eval/pass_at_1_ci95"] == pytest.approx(half)
-        assert eval_record.evaluation_line(record).endswith("| 24 problems, 4 answers to each")
+        assert eval_record.format_evaluation_line(record).endswith(
+            "| 24 problems, 4 answers to each"
+        )
     for detail in details:
         asked = {"prompts": [detail["prompt"]] * samples, "answer": [detail["answer"]] * samples}
         assert detail["values"] == sums.correct(completions=detail["completions"], **asked)
@@ -84,12 +90,12 @@ def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_tr
     params = sampler.SamplingParams(12, eos_ids=model.config.eos_ids)
     prompts = [chat_template.encode_chat(tokenizer, problem["prompt"]) for problem in problems]
     for group_size, temperature, key in ((2, 1.0, "completions"), (1, 0.0, "greedy")):
-        its = params._replace(temperature=temperature)
-        rollout = sampler.rollout(model, prompts, its, group_size=group_size, key=KEY)
-        told = [
+        group_params = params._replace(temperature=temperature)
+        rollout = sampler.rollout(model, prompts, group_params, group_size=group_size, key=KEY)
+        recorded_texts = [
             text for d in details for text in (d[key] if isinstance(d[key], list) else [d[key]])
         ]
-        assert told == sampler.decode_texts(tokenizer, rollout, model.config.eos_ids)
+        assert recorded_texts == sampler.decode_texts(tokenizer, rollout, model.config.eos_ids)
     assert any(detail["greedy"] != detail["completions"][0] for detail in details)
 
 
@@ -133,7 +139,7 @@ def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
     assert not any("None" in key or key.startswith("eval/accuracy") for key in record)
 
 
-class Scripted(rubrics.Grader):
+class Scripted(Grader):
     """A judge that gives an answer what a function says, nan where it cannot be read."""
 
     mode = "logits"
@@ -142,13 +148,13 @@ class Scripted(rubrics.Grader):
         super().__init__(rubrics.load_rubric(rubric))
         self.warn, self.score_of = str, score
 
-    def identity(self):
+    def scoring_digest(self):
         return f"{self.score_of}{self.rubric}"
 
     def score_questions(self, questions):
         for place, question in enumerate(questions):
             score = self.score_of(question.completion)
-            yield place, rubrics.Evaluation(score, float(not math.isnan(score)), "5")
+            yield place, CriterionEvaluation(score, float(not math.isnan(score)), "5")
 
 
 @pytest.mark.parametrize("length", [0, 2])
@@ -158,7 +164,7 @@ def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, lengt
     grader = Scripted(
         task.rubric, lambda text: 5.0 if length and len(text) % length == 0 else math.nan
     )
-    record, details = evaluated(demo, task, EvalParams(12, limit=24), grader=readable(grader))
+    record, details = evaluated(demo, task, EvalParams(12, limit=24), grader=mark_readable(grader))
     rubric = 0.5 * sum(criterion.weight for criterion in grader.rubric.criteria) if length else 0.0
     for detail in details:  # an unreadable rubric counts as the mean of the others
         assert detail["values"][0] == pytest.approx(detail["rewards"]["correct"][0] + rubric)
@@ -167,8 +173,8 @@ def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, lengt
     assert (
         lost == np.mean([detail["rewards"]["rubric"][0] is None for detail in details]) and lost > 0
     )
-    assert eval_record.evaluation_line(record).endswith(
-        f"{lost:.0%} of the judge's scores unreadable"
+    assert eval_record.format_evaluation_line(record).endswith(
+        f"{lost:.0%} of the judge's scores were unreadable"
     )
 
 
@@ -190,17 +196,19 @@ def test_the_interval_of_a_share_is_the_farther_end_of_wilson_s_and_never_nothin
     share, z = right / num, 1.96
     # Wilson's ends are where the share lies z standard errors away, the error being that of the end itself
     ends = np.roots([1 + z**2 / num, -(2 * share + z**2 / num), share**2])
-    half = statistics.half_width(np.array([1.0] * right + [0.0] * (num - right)))
+    half = statistics.confidence_half_width(np.array([1.0] * right + [0.0] * (num - right)))
     assert half == pytest.approx(np.abs(ends - share).max()) and half > 0
 
 
 def test_the_interval_of_other_values_is_student_s_and_one_problem_or_equal_ones_have_none():
     values = np.array([0.2, -1.5, 3.0, np.nan])
-    assert statistics.half_width(values) == pytest.approx(4.303 * values[:3].std(ddof=1) / 3**0.5)
+    assert statistics.confidence_half_width(values) == pytest.approx(
+        4.303 * values[:3].std(ddof=1) / 3**0.5
+    )
     assert (
-        statistics.half_width(np.array([0.5, 0.5, 0.5, 0.5])) is None
+        statistics.confidence_half_width(np.array([0.5, 0.5, 0.5, 0.5])) is None
     )  # of four problems nothing is known to 0.000
-    assert statistics.half_width(np.array([1.0, np.nan])) is None
+    assert statistics.confidence_half_width(np.array([1.0, np.nan])) is None
 
 
 # ---- what stands beside
@@ -216,7 +224,7 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
         layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(index)) * 0.3
     params = params._replace(samples=2, temperature=0.8)
     record, _ = evaluated((model, tokenizer), task, params, reference=model)
-    problems = spread_evenly(task.held_out, 12)
+    problems = pick_evenly_spaced(task.held_out, 12)
     prompts = [
         chat_template.encode_chat(tokenizer, problem["prompt"])
         for problem in problems
@@ -230,8 +238,8 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     ):
         ids = ids[mask > 0].tolist()
         row, both = mx.array([prompt + ids]), []
-        for one in (model, demo[0]):  # the second one never had adapters
-            logits = np.array(one(row)[0, len(prompt) - 1 : -1], np.float64) / 0.8
+        for other_model in (model, demo[0]):  # the second one never had adapters
+            logits = np.array(other_model(row)[0, len(prompt) - 1 : -1], np.float64) / 0.8
             both.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
         entropies += (-(np.exp(both[0]) * both[0]).sum(-1)).tolist()
         policy, base = (logprobs[np.arange(len(ids)), ids] for logprobs in both)
@@ -253,9 +261,13 @@ def test_a_refusal_is_told_by_how_an_answer_opens_and_repetition_by_runs_of_four
     assert all(map(form.is_refusal, REFUSALS.split("|"))) and not any(
         map(form.is_refusal, ANSWERS.split("|"))
     )
-    assert form.repetition("one two three four") == form.repetition("no no no") == 0
-    assert form.repetition("a b c d A B C D") == pytest.approx(1 / 5)
-    assert form.repetition("ha " * 20) == pytest.approx(16 / 17)
+    assert (
+        form.repeated_4gram_fraction("one two three four")
+        == form.repeated_4gram_fraction("no no no")
+        == 0
+    )
+    assert form.repeated_4gram_fraction("a b c d A B C D") == pytest.approx(1 / 5)
+    assert form.repeated_4gram_fraction("ha " * 20) == pytest.approx(16 / 17)
 
 
 # ---- `--run`: the run's own figure, to the digit
@@ -299,12 +311,14 @@ def told(capsys, *flags):
 def test_the_command_repeats_a_run_s_evaluations_to_the_digit(runs, capsys, name, step, tmp_path):
     at = [] if step is None else ["--step", step]
     record = told(capsys, "--run", runs / name, *at, "--out", tmp_path / "out.jsonl")
-    expected = [one for one in read_log(runs / name / "eval.jsonl") if step in (None, one["step"])][
-        -1
-    ]
+    expected = [
+        each_record
+        for each_record in read_log(runs / name / "eval.jsonl")
+        if step in (None, each_record["step"])
+    ][-1]
     step = expected.pop("step")
-    for one in (record, expected):
-        assert one.pop("eval/s") > 0
+    for each_record in (record, expected):
+        assert each_record.pop("eval/s") > 0
     assert record == expected and (
         step == 0 or record["eval/kl"] > 1e-9
     )  # before training it is 1e-13
@@ -370,36 +384,38 @@ def test_prompts_that_the_run_was_trained_on_are_warned_of_and_so_is_it_where_no
     )
     (tmp_path / "own" / "config.yaml").write_text(settings)
     evaluate_main(flags)
-    said = capsys.readouterr().err
-    assert "mine.jsonl is unknown: " in said and "gone.jsonl: no such file" in said
+    message = capsys.readouterr().err
+    assert f"cannot tell whether {tmp_path}/own was trained" in message
+    assert f"--data {runs}/mine.jsonl" in message and f"--data {tmp_path}/gone.jsonl" in message
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
+        ("--run {at}/nowhere", "--run {at}/nowhere: there is no such directory"),
+        ("--step 3", "--step 3 needs a run"),
         (
-            "--run {at}/nowhere",
-            "--run {at}/nowhere: no config.yaml there; give the directory of a run",
+            "--run {at}/demo --step 7",
+            "--step 7 was not saved; the saved steps in {at}/demo are 0, 1, 2, 3",
         ),
-        ("--step 3", "--step 3 is a step of a run; name it with --run"),
-        ("--run {at}/demo --step 7", "--step 7: {at}/demo has the steps 0, 1, 2, 3"),
         (
             "--run {at}/demo --adapter {at}/demo",
-            "--adapter {at}/demo and --run {at}/demo, which has its own",
+            "--adapter {at}/demo and --run {at}/demo both name an adapter",
         ),
     ],
 )
 def test_what_is_wrong_with_a_run_is_said_in_one_line_by_every_command(
-    runs, refused, tmp_path, flags, said
+    runs, check_refusal, tmp_path, flags, message
 ):
-    its = flags.format(at=runs).split()
+    flags = flags.format(at=runs).split()
+    pattern = "^error: " + re.escape(message.format(at=runs))
     for main, more in (
         (evaluate_main, []),
         (chat.main, ["--prompt", "Hi"]),
         (export.main, ["--fuse", "--out", f"{tmp_path}/out"]),
     ):
-        refused(main, [*its, *more], "^error: " + re.escape(said.format(at=runs)))
+        check_refusal(main, [*flags, *more], pattern)
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def test_each_command_of_the_page_works_after_the_one_before(run_all):
     )
     assert (
         before.strip()
-        and "groups have a signal" in tried
+        and "the rewards differ in" in tried
         and "verdict:" in copied
         and "verdict:" in gated
     )

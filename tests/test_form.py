@@ -19,40 +19,50 @@ FORMS = read_log(
 
 @pytest.mark.parametrize(("honest", "asked", "said"), FORMS)
 def test_answers_of_people_have_a_form_and_repetitions_and_copies_none(honest, asked, said):
-    assert form.has_form(said, asked) == honest and form.is_degenerate(said, asked) != honest
+    assert (
+        form.looks_like_answer(said, asked) == honest and form.is_degenerate(said, asked) != honest
+    )
 
 
 def test_short_answers_are_too_short_but_neither_repetitions_nor_copies():
-    assert not form.has_form("yes", "Answer yes or no.") and not form.is_degenerate(
+    assert not form.looks_like_answer("yes", "Answer yes or no.") and not form.is_degenerate(
         "yes", "Answer yes or no."
     )
     assert (
-        form.copied_fraction("", ASKED) == 0
-        and form.distinctness("") == 1
-        and not form.has_form("", ASKED)
+        form.fraction_copied_from_prompt("", ASKED) == 0
+        and form.distinct_word_fraction("") == 1
+        and not form.looks_like_answer("", ASKED)
     )
 
 
 def test_marks_and_numbers_are_no_words_that_repeat():
     working = "6 + 0 = 6, 6 - 1 = 5\n<answer>5</answer>"
-    assert form.distinctness(working) == 1 and not form.is_degenerate(working, "What is 6 + 0 - 1?")
-    assert form.words_of("<answer>Six, I think</answer>") == ["six", "i", "think"]
+    assert form.distinct_word_fraction(working) == 1 and not form.is_degenerate(
+        working, "What is 6 + 0 - 1?"
+    )
+    assert form.lowercase_words("<answer>Six, I think</answer>") == ["six", "i", "think"]
 
 
 def test_distinct_words_are_counted_in_windows_so_that_length_costs_nothing():
     words = " ".join(f"word{chr(97 + number)}" for number in range(20))
-    assert form.distinctness(words) == form.distinctness(f"{words} {words} {words}") == 1
-    assert form.distinctness("a b " * 10) == pytest.approx(2 / 20)
+    assert (
+        form.distinct_word_fraction(words)
+        == form.distinct_word_fraction(f"{words} {words} {words}")
+        == 1
+    )
+    assert form.distinct_word_fraction("a b " * 10) == pytest.approx(2 / 20)
 
 
 def test_the_copied_share_is_that_of_words_in_runs_of_the_prompt():
     prompt = "one two three four five six seven"
-    assert form.copied_fraction("and one two three four five too", prompt) == pytest.approx(5 / 7)
-    assert form.copied_fraction("and one two three four too", prompt) == 0
-    assert form.copied_fraction("Two, three, four, FIVE!", prompt) == 1
-    assert form.copied_fraction("one two three four five six and so on", prompt) == pytest.approx(
-        6 / 9
-    )
+    assert form.fraction_copied_from_prompt(
+        "and one two three four five too", prompt
+    ) == pytest.approx(5 / 7)
+    assert form.fraction_copied_from_prompt("and one two three four too", prompt) == 0
+    assert form.fraction_copied_from_prompt("Two, three, four, FIVE!", prompt) == 1
+    assert form.fraction_copied_from_prompt(
+        "one two three four five six and so on", prompt
+    ) == pytest.approx(6 / 9)
 
 
 def test_the_reward_format_pays_for_finished_answers_with_a_form_that_refuse_nothing():
@@ -96,12 +106,12 @@ def test_a_run_with_the_gate_pays_only_for_answers_with_a_form(tmp_path):
     records = run.journal.rollouts.read()
     assert {record["finish_reason"] for record in records} == {"stop", "length"}
     for record in records:
-        kept = record["finish_reason"] == "stop" and form.has_form(
+        kept = record["finish_reason"] == "stop" and form.looks_like_answer(
             record["completion"], record["prompt"]
         )
         assert kept or all(value <= 0 for value in record["rewards"].values())
     figures = run.journal.steps[-1]
     degenerate = [form.is_degenerate(record["completion"], record["prompt"]) for record in records]
     assert figures["completion/degenerate_frac"] == pytest.approx(np.mean(degenerate))
-    repeated = [form.repetition(record["completion"]) for record in records]
+    repeated = [form.repeated_4gram_fraction(record["completion"]) for record in records]
     assert figures["completion/repeated"] == pytest.approx(np.mean(repeated))

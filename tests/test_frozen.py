@@ -6,7 +6,7 @@ import golden
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import command
+from conftest import run_command
 
 ROWS = {
     "metrics.jsonl": [{"step": 1, "loss": -0.25, "kl": None}, {"step": 2, "loss": 0.5, "kl": 1e-9}],
@@ -156,7 +156,7 @@ def test_a_directory_that_cannot_be_compared_is_refused(tmp_path, present, capsy
 @pytest.mark.slow
 def test_the_command_repeats_a_run_byte_for_byte_and_finds_one_changed_number(tmp_path):
     saved = tmp_path / "saved"
-    done = command("-m", "tests.golden", "--save", saved, "--only", "resumed")
+    done = run_command("-m", "tests.golden", "--save", saved, "--only", "resumed")
     assert done.returncode == 0, done.stderr
     assert "resumed" in done.stdout
     steps = [
@@ -166,14 +166,14 @@ def test_the_command_repeats_a_run_byte_for_byte_and_finds_one_changed_number(tm
     assert steps == [1, 2, 3, 4]
     assert str(tmp_path) not in (saved / "resumed" / "rollouts.jsonl").read_text()
 
-    refused = command("-m", "tests.golden", "--save", saved, "--only", "resumed")
+    refused = run_command("-m", "tests.golden", "--save", saved, "--only", "resumed")
     assert refused.returncode == 2 and str(saved) in refused.stderr
 
-    equal = command("-m", "tests.golden", "--compare", saved, "--only", "resumed")
+    equal = run_command("-m", "tests.golden", "--compare", saved, "--only", "resumed")
     assert equal.returncode == 0, equal.stdout + equal.stderr
 
     replace_in(saved / "resumed", "metrics.jsonl", '{"step": 4,', '{"step": 5,')
-    changed = command("-m", "tests.golden", "--compare", saved, "--only", "resumed")
+    changed = run_command("-m", "tests.golden", "--compare", saved, "--only", "resumed")
     assert changed.returncode == 1
     for part in ("resumed", "metrics.jsonl", "line 4", '"step"', "saved 5", "now 4"):
         assert part in changed.stdout

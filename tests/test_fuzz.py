@@ -31,6 +31,7 @@ import report
 import train
 from bench import harness, step
 from config import SETTINGS
+from disk.files import load_safetensors
 from flags import flag_of
 from judging import remote_judge
 from machine import gpu
@@ -149,9 +150,18 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Commands end where a model, a worker, a server or a browser would begin to work; a directory to work in."""
     monkeypatch.setattr(gpu, "on_gpu", lambda: False)
     for owner, name in (
-        *((gwen, "load"), (gwen, "load_model"), (workers.Pool, "__init__"), (page, "open_page")),
-        *((remote_judge.Endpoint, "chat"), (harness, "model_directory"), (step, "measure")),
-        (files, "hub_records"),
+        *(
+            (gwen, "load"),
+            (gwen, "load_model"),
+            (workers.WorkerPool, "__init__"),
+            (page, "open_page_in_browser"),
+        ),
+        *(
+            (remote_judge.Endpoint, "send_chat_requests"),
+            (harness, "model_directory"),
+            (step, "time_engine_steps"),
+        ),
+        (files, "load_hub_records"),
     ):
         monkeypatch.setattr(owner, name, reached)
     monkeypatch.chdir(tmp_path)
@@ -213,8 +223,9 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], list[str], list[str]]] = 
 def good_values() -> dict[str, list[str]]:
     """Values that each setting may have, by its name; of a switch there are none."""
     usual = {int: ["1", "3"], float: ["0.5", "1"], bool: []}
-    found = {
-        name: [*one.choices] or usual.get(one.kind, ["demo"]) for name, one in SETTINGS.items()
+    values_by_name = {
+        name: [*setting.choices] or usual.get(setting.value_type, ["demo"])
+        for name, setting in SETTINGS.items()
     }
     files = {
         "data": ["sums.jsonl", "chats.jsonl"],
@@ -222,7 +233,7 @@ def good_values() -> dict[str, list[str]]:
         "reward": ["reward.py:fn", "length:9"],
     }
     return (
-        found
+        values_by_name
         | files
         | {"columns": ["prompt=answer"], "teacher": ["demo", "self"], "task_config": ["task.yaml"]}
     )
@@ -279,18 +290,21 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
     return content
 
 
-def changed(held: Any, rng: random.Random) -> Any:
+def changed(value: Any, rng: random.Random) -> Any:
     """What a JSON file holds, with a value somewhere in it changed, lost, or under another name."""
-    if not held or not isinstance(held, (dict, list)) or rng.random() < 0.1:
+    if not value or not isinstance(value, (dict, list)) or rng.random() < 0.1:
         return rng.choice(VALUES)
-    held, key = held.copy(), rng.choice(list(held) if isinstance(held, dict) else range(len(held)))
+    value, key = (
+        value.copy(),
+        rng.choice(list(value) if isinstance(value, dict) else range(len(value))),
+    )
     if rng.random() < 0.2:
-        del held[key]
-    elif isinstance(held, dict) and rng.random() < 0.1:
-        held[rng.choice(["", "a", "\x1b[31m", "\ud800", "x" * 3000])] = held.pop(key)
+        del value[key]
+    elif isinstance(value, dict) and rng.random() < 0.1:
+        value[rng.choice(["", "a", "\x1b[31m", "\ud800", "x" * 3000])] = value.pop(key)
     else:
-        held[key] = changed(held[key], rng)
-    return held
+        value[key] = changed(value[key], rng)
+    return value
 
 
 def spoil(path: Path, rng: random.Random) -> bytes:
@@ -368,7 +382,7 @@ def test_any_model_directory_is_loaded_or_refused_in_one_line(model_directory, t
     whole, num_taken = shutil.copytree(model_directory, tmp_path / "whole"), 0
     index = {
         "weight_map": dict.fromkeys(
-            gwen.hub.load_tensors(whole / "model.safetensors"), "model.safetensors"
+            load_safetensors(whole / "model.safetensors"), "model.safetensors"
         )
     }
     (whole / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import CONFIGS, command, message_of, random_weights, relative_error
+from conftest import CONFIGS, catch_message, make_random_weights, relative_error, run_command
 from extras import needs
 from gguf import GGMLQuantizationType
 
@@ -57,8 +57,11 @@ def tokenizer_like(tokenizer):
         )
         special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
         known = {"eos_token": special[2], "chat_template": tokenizer.chat_template}
-        how = {"special_tokens": special, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-        trainer = trainers.BpeTrainer(vocab_size=310, show_progress=False, **how)
+        options = {
+            "special_tokens": special,
+            "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
+        }
+        trainer = trainers.BpeTrainer(vocab_size=310, show_progress=False, **options)
         made.add_tokens(["<think>"])
         made.train_from_iterator(
             ["one  and\n\n two 123 12 it's", "don't 'S ab-- ab--\t  x \u4e2d"] * 3, trainer
@@ -86,14 +89,14 @@ def write(tmp_path, tokenizer_like, monkeypatch):
     def write(raw, split="qwen2", bits=None, scale=1.0, tokenizer=None, tensors=None, **other):
         weights = {
             name: each * scale if each.ndim == 2 else each
-            for name, each in random_weights(raw).items()
+            for name, each in make_random_weights(raw).items()
         }
         config, tokenizer, out = (
             hub.make_config(raw),
             tokenizer or tokenizer_like(split),
             tmp_path / "out",
         )
-        model, metadata_of = gwen.Model(config), gguf_writer.make_metadata
+        model, metadata_of = gwen.Model(config), gguf_writer.make_gguf_metadata
         model.load_weights(
             [
                 (name, gwen.arrange_for_matmul(name, each))
@@ -106,14 +109,14 @@ def write(tmp_path, tokenizer_like, monkeypatch):
                 patch.setattr(
                     gguf_writer, "choose_tensor_type", lambda *_: GGMLQuantizationType.F32
                 )
-            both = metadata_of(config, tokenizer) | other
-            changed = {key: value for key, value in both.items() if value is not None}
-            patch.setattr(gguf_writer, "make_metadata", lambda *_: changed)
-            said = gguf_writer.write_gguf(
+            metadata = metadata_of(config, tokenizer) | other
+            changed = {key: value for key, value in metadata.items() if value is not None}
+            patch.setattr(gguf_writer, "make_gguf_metadata", lambda *_: changed)
+            summary = gguf_writer.write_gguf(
                 out, "mine", weights | (tensors or {}), config, tokenizer, bits or 16
             )
         (path,) = out.glob("*.gguf")
-        assert said.startswith(path.name)
+        assert summary.startswith(path.name)
         return SimpleNamespace(model=model, tokenizer=tokenizer, path=path)
 
     return write
@@ -149,7 +152,7 @@ def test_a_written_file_computes_and_reads_text_as_what_was_put_in(write, name, 
         each.decode(each.encode("<think>one<|im_end|>"), skip_special_tokens=True) for each in both
     ]
     assert shown[0] == shown[1] == "<think>one"
-    other = gguf_writer.make_metadata(
+    other = gguf_writer.make_gguf_metadata(
         hub.make_config(CONFIGS[name] | {"eos_token_id": 1}), written.tokenizer
     )
     assert other["tokenizer.ggml.eos_token_id"] == 1  # the model's, where the tokenizer has another
@@ -161,12 +164,12 @@ def test_a_written_file_computes_and_reads_text_as_what_was_put_in(write, name, 
 
 def test_a_file_is_translated_once_and_again_when_it_changes(write, monkeypatch):
     path = write(CONFIGS["qwen3"]).path
-    first = hub.find_model(path)
+    first = hub.find_model_directory(path)
     with monkeypatch.context() as patch:
         patch.setattr(gguf, "make_tokenizer", None)
-        assert hub.find_model(str(path)) == first
-    assert hub.find_model(write(CONFIGS["qwen2"]).path) != first
-    assert hub.load_config(hub.find_model(path)).model_type == "qwen2"
+        assert hub.find_model_directory(str(path)) == first
+    assert hub.find_model_directory(write(CONFIGS["qwen2"]).path) != first
+    assert hub.load_config(hub.find_model_directory(path)).model_type == "qwen2"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,7 @@ def test_a_file_is_translated_once_and_again_when_it_changes(write, monkeypatch)
         ({"tokenizer.chat_template": None}, "no chat template"),
         ({"qwen3.rope.scaling.type": "linear"}, "the rotary scaling 'linear'"),
         ({"qwen3.context_length": None}, "KeyError: 'qwen3.context_length'"),
-        ({"tokenizer.ggml.tokens": 3}, "holds metadata of no model: TypeError"),
+        ({"tokenizer.ggml.tokens": 3}, "has no valid metadata of a model: TypeError"),
         (
             {"tensors": {"blk.0.ffn_gate_inp.weight": mx.ones((4, 4))}},
             "the tensor blk.0.ffn_gate_inp.weight",
@@ -187,8 +190,8 @@ def test_a_file_is_translated_once_and_again_when_it_changes(write, monkeypatch)
 )
 def test_what_is_not_supported_is_refused_by_name(write, other, why):
     path = write(CONFIGS["qwen3"], **other).path
-    said = message_of(hub.find_model, path)
-    assert said.startswith(f"--model {path}") and why in said
+    message = catch_message(hub.find_model_directory, path)
+    assert message.startswith(f"--model {path}") and why in message
     assert not list((path.parent / "cache" / "gwen").glob("gguf/*"))
 
 
@@ -233,11 +236,11 @@ LIES = {
 def test_a_header_that_lies_is_refused_before_it_costs_anything(
     tmp_path, monkeypatch, name, recwarn
 ):
-    (tmp_path / "model.gguf").write_bytes(LIES[name])
-    monkeypatch.setattr(gguf, "MOST_PARTS", 1000)
-    assert "is not a whole GGUF file that can be read: " in message_of(
-        gguf.open_file, tmp_path / "model.gguf"
-    )
+    path = tmp_path / "model.gguf"
+    path.write_bytes(LIES[name])
+    monkeypatch.setattr(gguf, "MAX_PARTS", 1000)
+    message = catch_message(gguf.open_gguf_file, path)
+    assert message.startswith(f"--model {path} is not a complete GGUF file")
     assert not recwarn.list
 
 
@@ -248,7 +251,7 @@ import cpu_blas
 import gwen
 from disk import gguf, hub
 whole, rng = Path(sys.argv[1]).read_bytes(), random.Random(0)
-size = gguf.open_file(Path(sys.argv[1])).data_offset
+size = gguf.open_gguf_file(Path(sys.argv[1])).data_offset
 resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
 for number in range(200):
     changed, path = bytearray(whole), Path(sys.argv[1]).with_name(f"{number}.gguf")
@@ -258,7 +261,7 @@ for number in range(200):
         changed[place : place + len(odd)] = odd
     path.write_bytes(changed[: rng.choice([None, None, None, rng.randrange(len(changed))])])
     try:
-        gwen.load_model(hub.find_model(path), lazy=True)
+        gwen.load_model(hub.find_model_directory(path), lazy=True)
         print("read")
     except ValueError as error:
         print("refused", len(str(error).splitlines()))
@@ -268,7 +271,7 @@ for number in range(200):
 
 def test_no_bytes_of_a_header_end_the_process(write):
     path = write(CONFIGS["llama"], "smollm", 8).path
-    done = command("-c", READ_ALL, path)
+    done = run_command("-c", READ_ALL, path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("read\n") > 9 and done.stdout.count(
         "refused 1\n"
@@ -328,10 +331,10 @@ def test_smollm2_has_the_tokens_and_log_probabilities_that_transformers_reads(
     ids, odd = (list(map(int, each.split())) for each in (IDS, ODD_IDS))
     assert tokenizer.encode(TALK) == ids and tokenizer.encode(ODD) == odd
     logits = np.array(model(mx.array([ids]))[0, :-1]).astype(np.float64)
-    found = logits[range(len(LOGPROBS)), ids[1:]] - np.log(np.exp(logits).sum(-1))
-    assert np.abs(found - LOGPROBS).max() < 1e-3
+    logprobs = logits[range(len(LOGPROBS)), ids[1:]] - np.log(np.exp(logits).sum(-1))
+    assert np.abs(logprobs - LOGPROBS).max() < 1e-3
     assert model.config.eos_ids == (2,)
-    pieces = [tokenizer.decode([one]) for one in tokenizer.encode("in   2024")]
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("in   2024")]
     assert pieces == [
         "in",
         "   ",
@@ -374,7 +377,7 @@ def test_four_bits_give_each_matrix_the_kind_that_llama_cpp_s_q4_k_m_has():
 
 
 def test_without_llama_cpp_four_bits_are_q4_0_which_is_read_back(write, monkeypatch):
-    monkeypatch.setattr(gguf_writer, "find_llama_cpp", lambda: None)
+    monkeypatch.setattr(gguf_writer, "load_llama_cpp_library", lambda: None)
     written = write(CONFIGS["qwen2"], bits=4, scale=0.3)
     assert written.path.name == "mine-Q4_0.gguf"
     assert (
@@ -387,29 +390,29 @@ def test_without_llama_cpp_four_bits_are_q4_0_which_is_read_back(write, monkeypa
 @pytest.mark.parametrize("name", ["qwen3.5", "smollm3"])
 def test_a_family_that_cannot_be_written_is_refused_by_name(tmp_path, tokenizer_like, name):
     config = hub.make_config(CONFIGS[name])
-    said = message_of(
+    message = catch_message(
         gguf_writer.write_gguf, tmp_path / "out", "mine", {}, config, tokenizer_like("qwen2"), 16
     )
-    assert config.family.members in said and not (tmp_path / "out").exists()
+    assert config.family.members in message and not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_that_splits_by_an_unknown_rule_is_refused(tokenizer):
-    assert "splits text otherwise" in message_of(
-        gguf_writer.make_metadata, hub.make_config(CONFIGS["qwen3"]), tokenizer
+    assert "splits text by a rule" in catch_message(
+        gguf_writer.make_gguf_metadata, hub.make_config(CONFIGS["qwen3"]), tokenizer
     )
 
 
 @pytest.mark.parametrize(
     ("extra", "needing"),
     [
-        ("smollm", lambda at: hub.find_model("smollm2")),
-        ("gguf", lambda at: gguf.open_file(at / "model.gguf")),
+        ("smollm", lambda at: hub.find_model_directory("smollm2")),
+        ("gguf", lambda at: gguf.open_gguf_file(at / "model.gguf")),
         ("gguf", lambda at: gguf_writer.write_gguf(at / "out", "mine", {}, None, None, 16)),
     ],
 )
 def test_without_a_package_its_extra_is_named(tmp_path, monkeypatch, extra, needing):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert message_of(needing, tmp_path).endswith(f"uv run --extra {extra}")
+    assert catch_message(needing, tmp_path).endswith(f"uv run --extra {extra}")
 
 
 def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(
@@ -420,19 +423,24 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(
     export.main(
         ["--export", "gguf", "--bits", "8", "--run", str(run), "--out", str(tmp_path / "mine")]
     )
-    said = capsys.readouterr().out
-    assert "mine-Q8_0.gguf with tensors 29 Q8_0, 17 F32, and a Modelfile; demo with" in said
-    beside = re.findall(r"^(16|8) bits: eval/accuracy .* 8 problems$", said, re.M)
-    assert beside == ["16", "8"] and "\n8 bits are " in said and " nats a token from 16, " in said
+    output = capsys.readouterr().out
+    assert "mine-Q8_0.gguf with tensors 29 Q8_0, 17 F32, and a Modelfile; demo with" in output
+    compared_bits = re.findall(r"^(16|8) bits: eval/accuracy .* 8 problems$", output, re.M)
+    assert (
+        compared_bits == ["16", "8"]
+        and "rounding to 8 bits" in output
+        and " nats per token, " in output
+    )
     folder = "~/.lmstudio/models/me/mine"
-    assert f"for LM Studio: mkdir -p {folder} && cp {tmp_path}/mine/*.gguf {folder}/\n" in said
+    assert f"for LM Studio: mkdir -p {folder} && cp {tmp_path}/mine/*.gguf {folder}/\n" in output
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {
         "mine-Q8_0.gguf",
         "Modelfile",
         "README.md",
     }
     assert (
-        f"for Ollama: ollama create mine -f {tmp_path}/mine/Modelfile && ollama run mine\n" in said
+        f"for Ollama: ollama create mine -f {tmp_path}/mine/Modelfile && ollama run mine\n"
+        in output
     )
     modelfile = (tmp_path / "mine" / "Modelfile").read_text()
     assert modelfile.startswith("FROM ./mine-Q8_0.gguf\n")
@@ -444,10 +452,10 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(
         'stop "<|endoftext|>"',
     ]
     read, tokenizer = gwen.load(str(tmp_path / "mine" / "mine-Q8_0.gguf"), mx.float32)
-    trained, its = gwen.load("demo", mx.float32, run / "adapter")
+    trained, trained_tokenizer = gwen.load("demo", mx.float32, run / "adapter")
     assert relative_error(read(TOKENS), trained(TOKENS)) < 0.05
     assert chat_template.encode_chat(tokenizer, "Hi", thinking=None) == chat_template.encode_chat(
-        its, "Hi", thinking=False
+        trained_tokenizer, "Hi", thinking=False
     )
 
 
@@ -469,7 +477,7 @@ def test_a_written_file_puts_a_token_in_front_only_where_prompts_of_training_beg
     tokenizer = tokenizer_like(split)
     tokenizer.chat_template = front + tokenizer.chat_template
     path = write(CONFIGS["llama"], split, tokenizer=tokenizer).path
-    fields = gguf.open_file(path).fields
+    fields = gguf.open_gguf_file(path).fields
     is_added = fields["tokenizer.ggml.add_bos_token"].contents()
     ids = chat_template.encode_chat(tokenizer, "one")
     assert is_added == (tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)

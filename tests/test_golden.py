@@ -7,7 +7,7 @@ import shutil
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import contents, read_log, untimed
+from conftest import read_log, read_tree, read_untimed_log
 from golden import RUNS
 from test_docs import EVALUATION_METRICS, METRICS, always_there, without_meaning
 from test_report import data_of
@@ -97,11 +97,13 @@ def test_a_run_that_stopped_after_any_step_ends_with_the_same_bytes(golden, kind
         )  # its best adapter is that of a later step
         train.main(["--resume", str(run), *better])
         for log in ("metrics", "eval", "eval_answers", "rollouts", "judge_scores"):
-            assert untimed(run / f"{log}.jsonl") == untimed(whole / f"{log}.jsonl"), log
+            assert read_untimed_log(run / f"{log}.jsonl") == read_untimed_log(
+                whole / f"{log}.jsonl"
+            ), log
         for file in ("adapter", "adapter-best", "checkpoints/step-000003/state.safetensors"):
             paths = [directory / file for directory in (run, whole)]
             if paths[1].is_dir():
-                ours, theirs = ([*contents(path).values()] for path in paths)
+                ours, theirs = ([*read_tree(path).values()] for path in paths)
             else:
                 ours, theirs = (path.read_bytes() for path in paths)
             assert ours == theirs, file

@@ -20,7 +20,7 @@ from machine import gpu, kernels
 def double(monkeypatch):
     """An operation whose kernel should double, on a device that is said to be a GPU; `put(f)` makes it compute f(x)."""
     monkeypatch.setattr(kernels, "OPS", {})
-    monkeypatch.setattr(gpu, "has_metal", lambda: True)
+    monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: True)
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
 
     def put(function: Callable[[mx.array], mx.array]) -> kernels.Op:
@@ -39,7 +39,7 @@ def double(monkeypatch):
 
 
 def check(op: kernels.Op, *dtypes: mx.Dtype) -> None:
-    kernels.check_calls([(op, (mx.arange(4).astype(dtype),), {}) for dtype in dtypes])
+    kernels.turn_off_faulty_kernels([(op, (mx.arange(4).astype(dtype),), {}) for dtype in dtypes])
 
 
 def test_a_kernel_that_agrees_runs_and_is_checked_once_for_each_kind_of_call(double, capsys):
@@ -60,7 +60,7 @@ def fail(*_: Any) -> mx.array:
     ("wrong", "why"),
     [
         *(
-            (how, "it differs")
+            (how, "the kernel's results differ")
             for how in (lambda x: 2.001 * x, lambda x: x * mx.nan, lambda x: (2 * x)[:3])
         ),
         (fail, "[metal::Device] Unable to build metal library from source program_source:7: error"),
@@ -117,16 +117,18 @@ def test_the_variable_chooses_and_refuses_what_it_does_not_know(double, monkeypa
         monkeypatch.setenv("GWEN_KERNELS", value)
         assert op.can_run(mx.float32) is runs, value
     monkeypatch.setenv("GWEN_KERNELS", "swiglu")
-    with pytest.raises(ValueError, match="GWEN_KERNELS='swiglu' is neither on nor off"):
+    with pytest.raises(ValueError, match="GWEN_KERNELS='swiglu'"):
         op.can_run(mx.float32)
-    monkeypatch.setattr(gpu, "has_metal", lambda: False)  # a CPU, which runs none
+    monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: False)  # a CPU, which runs none
     assert op(mx.array([3.0])).item() == 6 and not op.launched
 
 
 def test_whole_numbers_must_be_equal_and_infinities_must_match():
     def compare(ours: list[Any], theirs: list[Any], dtype: mx.Dtype = mx.float32) -> float:
         other = mx.array(theirs, dtype=dtype)
-        return kernels.measure_disagreement(mx.array(ours, dtype=dtype), [other], other, mx.float32)
+        return kernels.kernel_error_over_allowed_error(
+            mx.array(ours, dtype=dtype), [other], other, mx.float32
+        )
 
     assert compare([1, 2], [1, 2], mx.int32) == 0 and compare([1, 2], [1, 3], mx.int32) == float(
         "inf"
@@ -142,12 +144,22 @@ def test_a_kernel_may_be_as_far_off_as_its_expression_is_in_the_same_type_and_no
     exact = mx.array([100.0, 1.0])
     own = exact * mx.array([1.02, 1.0])  # five times what float16 allows
     assert (
-        kernels.measure_disagreement(exact * mx.array([1.019, 0.999]), own, exact, mx.float16) <= 1
+        kernels.kernel_error_over_allowed_error(
+            exact * mx.array([1.019, 0.999]), own, exact, mx.float16
+        )
+        <= 1
     )
-    assert kernels.measure_disagreement(exact * mx.array([1.0, 1.05]), own, exact, mx.float16) > 1
+    assert (
+        kernels.kernel_error_over_allowed_error(
+            exact * mx.array([1.0, 1.05]), own, exact, mx.float16
+        )
+        > 1
+    )
     overflown = mx.array([mx.inf, 1.0])
-    assert kernels.measure_disagreement(exact, overflown, exact, mx.float16) == 0
-    assert kernels.measure_disagreement(overflown, exact, exact, mx.float16) == float("inf")
+    assert kernels.kernel_error_over_allowed_error(exact, overflown, exact, mx.float16) == 0
+    assert kernels.kernel_error_over_allowed_error(overflown, exact, exact, mx.float16) == float(
+        "inf"
+    )
 
 
 # ---- the doctor
@@ -155,7 +167,7 @@ def test_a_kernel_may_be_as_far_off_as_its_expression_is_in_the_same_type_and_no
 
 @pytest.mark.skipif(gpu.on_gpu(), reason="these are the lines of a machine without a GPU")
 def test_the_doctor_says_what_runs_here_and_what_fits(capsys):
-    doctor.main(["--doctor"])
+    doctor.main([])
     said, _, fit = capsys.readouterr().out.partition("what fits, ")
     assert fit.splitlines()[2].startswith("demo ")
     assert re.match(
@@ -168,29 +180,26 @@ def test_the_doctor_says_what_runs_here_and_what_fits(capsys):
     assert (
         list(lines) == "versions: machine: memory: wired: device: BLAS: MLX: hub: kernels:".split()
     )
-    assert (
-        lines["wired:"].startswith("none; memory that macOS must not page out")
-        and "CPU" in lines["BLAS:"]
-    )
-    assert "mlx 0." in lines["versions:"] and lines["device:"] == "cpu, where models are float32"
+    assert lines["wired:"].startswith("none;") and "CPU" in lines["BLAS:"]
+    assert "mlx 0." in lines["versions:"] and re.match("cpu; .* float32$", lines["device:"])
     assert re.match(
-        "right; errors as fractions of the tolerance of float32, .* at the sizes of random:2m$",
+        "right; errors .* float32 .* at the sizes of random:2m$",
         lines["MLX:"],
     )
-    assert "is out of reach (OfflineModeIsEnabled)" in lines["hub:"] and lines[
+    assert "cannot be reached (OfflineModeIsEnabled)" in lines["hub:"] and lines[
         "kernels:"
     ].startswith("none, ")
 
 
 @pytest.mark.parametrize(("name", "value"), [("GWEN_KERNELS", "fast"), ("GWEN_DTYPE", "int4")])
-def test_the_doctor_refuses_a_variable_it_does_not_know(monkeypatch, refused, name, value):
+def test_the_doctor_refuses_a_variable_it_does_not_know(monkeypatch, check_refusal, name, value):
     monkeypatch.setenv(name, value)
-    refused(doctor.main, ["--doctor"], f"{name}={value!r}")
+    check_refusal(doctor.main, ["--doctor"], f"{name}={value!r}")
 
 
 @pytest.mark.parametrize("wrong", ["MLX", "kernels"])
 def test_the_doctor_fails_where_mlx_or_a_kernel_is_wrong(monkeypatch, capsys, wrong):
-    monkeypatch.setattr(gpu, "has_metal", lambda: True)
+    monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: True)
     monkeypatch.setattr(
         model_choice,
         "load_known_config",
@@ -228,8 +237,11 @@ def test_the_doctor_fails_where_mlx_or_a_kernel_is_wrong(monkeypatch, capsys, wr
 
 
 def looked(dtype):
-    return probe.check_arithmetic(
-        [kernels.normal_array(96, 64, dtype=dtype), kernels.normal_array(40, 64, dtype=dtype)],
+    return probe.check_mlx_arithmetic(
+        [
+            kernels.random_normal_array(96, 64, dtype=dtype),
+            kernels.random_normal_array(40, 64, dtype=dtype),
+        ],
         (4, 2, 64),
     )
 
@@ -237,7 +249,7 @@ def looked(dtype):
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
 def test_what_mlx_computes_is_right_here(dtype):
     line, well = looked(dtype)
-    assert well and line.startswith("right; errors as fractions of ") and "products 0.0" in line
+    assert well and line.startswith("right; errors ") and "products 0.0" in line
 
 
 @pytest.mark.parametrize("kind", ["many rows", "eleven bits", "16-bit scores"])
@@ -276,16 +288,17 @@ def test_silent_errors_of_mlx_are_found(monkeypatch, kind):
 
 
 def test_a_model_that_is_loaded_says_in_a_line_what_mlx_computes_wrongly(monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(kernels, "kernels_are_wanted", lambda: False)
+    monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: True)
+    monkeypatch.setattr(kernels, "are_kernels_wanted", lambda: False)
     monkeypatch.setattr(
         probe,
         "measure_product_error",
         lambda weight, rows: float(rows > 8 and weight.shape == (768, 128)),
     )
-    gwen.check_kernels(gwen.Model(model_choice.load_known_config("random:2m")))
+    gwen.check_mlx_and_kernels(gwen.Model(model_choice.load_known_config("random:2m")))
     said = capsys.readouterr().err
     assert (
-        said.startswith("gwen: MLX's own arithmetic is WRONG") and "float32 products 1e+04" in said
+        said.startswith("gwen: the arithmetic of MLX itself is WRONG")
+        and "float32 products 1e+04" in said
     )
     assert said.count("\n") == 1

@@ -165,14 +165,14 @@ def test_advantages_equal_the_oracle_and_what_is_missing_of_a_group_has_none(
 
 def test_rewards_normalized_one_by_one_equal_the_oracle():
     rewards = np.stack([RNG.integers(0, 2, (4, 8)).astype(float), RNG.normal(0, 30, (4, 8))])
-    ours = grpo.decoupled_advantages(rewards, [1.0, 0.5])
+    ours = grpo.gdpo_decoupled_advantages(rewards, [1.0, 0.5])
     np.testing.assert_allclose(ours, oracle.decoupled(rewards, [1.0, 0.5]), atol=1e-5)
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 123.456])
 def test_a_group_that_is_equal_in_every_reward_has_exactly_zero_advantage(reward):
     rewards = np.concatenate([np.full((2, 1, 7), reward), RNG.normal(0, 1, (2, 3, 7))], axis=1)
-    assert (grpo.decoupled_advantages(rewards, [1.0, 0.3])[0] == 0).all()
+    assert (grpo.gdpo_decoupled_advantages(rewards, [1.0, 0.3])[0] == 0).all()
 
 
 @pytest.mark.parametrize("baseline", ["group", "rloo"])
@@ -225,8 +225,8 @@ def test_a_group_of_equal_rewards_is_a_signal_where_the_step_is_the_baseline():
 def test_each_of_several_rewards_has_a_floor_of_its_own():
     """A reward of thousands makes no noise of one that lies between 0 and 1."""
     large = np.array([[0.0, 2000.0, 0.0, 2000.0]] * 4)
-    both = grpo.decoupled_advantages(np.stack([FLOORED, large]), [1.0, 1.0], 0.01)
-    alone = grpo.decoupled_advantages(np.stack([large, large]), [0.0, 1.0], 0.01)
+    both = grpo.gdpo_decoupled_advantages(np.stack([FLOORED, large]), [1.0, 1.0], 0.01)
+    alone = grpo.gdpo_decoupled_advantages(np.stack([large, large]), [0.0, 1.0], 0.01)
     # of the second group only the large reward is left, so it stays in the ratio of that one's advantages
     np.testing.assert_allclose(both[1] / both[1, 1], alone[1] / alone[1, 1], rtol=1e-6)
     assert np.abs(both[3] / both[3, 1] - alone[3] / alone[3, 1]).max() > 0.1
@@ -291,7 +291,9 @@ def test_a_term_sees_every_column_with_0_where_the_mask_is_0():
     tokens = tokens_of(CASE, array(NEW))._replace(
         entropies=array(entropies), sampled_logprobs=array(sampled)
     )
-    found = grpo.policy_loss(weighted, grpo.mean_of_tokens)(tokens, grpo.Objective()).value.item()
+    found = grpo.make_policy_loss(weighted, grpo.mean_of_tokens)(
+        tokens, grpo.Objective()
+    ).value.item()
     each = -np.exp(NEW - OLD) * ADVANTAGES[:, None] * entropies * (sampled - OLD)
     assert found == pytest.approx(each[MASK > 0].sum() / MASK.sum(), rel=1e-5)
 

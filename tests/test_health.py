@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import read_log
-from small_run import SMALL
+from small_run import SMALL_FLAGS
 
 import train
 from reporting import health
@@ -113,14 +113,19 @@ def test_answers_that_are_cut_off_are_told_at_step_0_with_their_limit():
     (symptom,) = health.find_symptoms([], False, [evaluation], settings)
     assert symptom.name == "truncated"
     assert symptom.text.startswith("75% of the answers") and "--max-tokens 30" in symptom.text
-    assert health.describe_cut_off([], [evaluation | {"eval/truncated_frac": 0.5}], settings) == ""
-    assert "--max-context" in health.describe_cut_off(
+    assert (
+        health.advise_on_cut_off_answers([], [evaluation | {"eval/truncated_frac": 0.5}], settings)
+        == ""
+    )
+    assert "--max-context" in health.advise_on_cut_off_answers(
         [], [evaluation], settings | {"tools": ["mine.py:look"]}
     )
     later = steps_of(TRUNCATED, then=(0.4,))
-    assert health.describe_cut_off(later, [evaluation], settings) == ""  # the evaluation is older
-    risen = health.describe_cut_off(steps_of(TRUNCATED, then=(0.1, 0.9)), [], settings)
-    assert "10% at first" in risen and "--temp" in risen
+    assert (
+        health.advise_on_cut_off_answers(later, [evaluation], settings) == ""
+    )  # the evaluation is older
+    risen = health.advise_on_cut_off_answers(steps_of(TRUNCATED, then=(0.1, 0.9)), [], settings)
+    assert "10% at the start" in risen and "--temp" in risen
 
 
 # ---- in a run
@@ -140,7 +145,7 @@ def test_where_most_answers_are_cut_off_the_warning_and_the_ending_say_so_first(
     assert f"WARNING after step {first}: " in shown.err
     lines = shown.out.splitlines()
     ending = lines[
-        lines.index(next(line for line in lines if line.startswith("warned after"))) - 1 :
+        lines.index(next(line for line in lines if line.startswith("warning after"))) - 1 :
     ]
     assert "cut off at --max-tokens 3" in ending[0]
     assert "sft" not in shown.out
@@ -154,7 +159,7 @@ def flags(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def same(completions, **_): return [0.7] * len(completions)\n"
     )
-    return [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0"]
+    return [*SMALL_FLAGS, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0"]
 
 
 @pytest.mark.slow
@@ -171,7 +176,7 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
     assert [line for line in shown.err.splitlines() if line and not line.startswith("... ")] == [
         f"WARNING after step 5: {warning['text']}."
     ]
-    assert "warned after step 5: no signal" in shown.out
+    assert "warning after step 5: no signal" in shown.out
     assert all(
         line.endswith(" | no step") for line in shown.out.splitlines() if line.startswith("step ")
     )
@@ -187,7 +192,7 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
 @pytest.mark.slow
 def test_a_healthy_run_is_not_warned_of_anything(tmp_path, capsys):
     flags = "--steps 10 --learning-rate 1e-4 --eval-every 5 --run-dir".split()
-    train.main([*SMALL, *flags, str(tmp_path / "run")])
+    train.main([*SMALL_FLAGS, *flags, str(tmp_path / "run")])
     assert (
         "WARNING" not in capsys.readouterr().err
         and read_log(tmp_path / "run" / "warnings.jsonl") == []

@@ -14,10 +14,10 @@ from typing import Any
 import huggingface_hub
 import mlx.core as mx
 import pytest
-from conftest import CONFIGS, QWEN3, command, message_of, write_checkpoint, write_log
+from conftest import CONFIGS, QWEN3, catch_message, run_command, write_checkpoint, write_log
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import _http, filter_repo_objects
-from small_run import resolve
+from small_run import resolve_settings
 
 import gwen
 import train
@@ -33,7 +33,7 @@ def test_no_command_advises_to_install_pytorch():
     env = {
         name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS_")
     }
-    done = command("-c", "import train, transformers", env=env, check=True)
+    done = run_command("-c", "import train, transformers", env=env, check=True)
     assert done.stdout + done.stderr == ""
 
 
@@ -97,7 +97,7 @@ def unreachable(offline: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_revision_is_a_branch_a_tag_or_a_commit(offline):
     widths = {}
     for revision in ("", "@main", "@v2", f"@{MAIN}", f"@{OTHER}"):
-        assert hub.find_model(QWEN + revision).name == (
+        assert hub.find_model_directory(QWEN + revision).name == (
             OTHER if revision in ("@v2", f"@{OTHER}") else MAIN
         )
         widths[revision] = gwen.load(QWEN + revision, mx.float32)[0].config.intermediate_size
@@ -105,23 +105,23 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(offline):
 
 
 @pytest.mark.parametrize("hub_id", ["Qwen/Qwen3-8B", f"{QWEN}@v3", f"{QWEN}@{'3' * 40}"])
-def test_what_is_not_cached_is_one_line_offline(offline, refused, tmp_path, hub_id):
-    line = f"error: --model {hub_id}: not in the local hub cache, and the hub is out of reach\n"
-    refused(train.main, ["--model", hub_id, "--run-dir", tmp_path / "run"], f"^{line}")
+def test_what_is_not_cached_is_one_line_offline(offline, check_refusal, tmp_path, hub_id):
+    flags = ["--model", hub_id, "--run-dir", tmp_path / "run"]
+    check_refusal(train.main, flags, rf"^error: --model {hub_id}\b.* cache.* cannot be reached\n")
     assert not (tmp_path / "run").exists()
 
 
 def test_what_is_cached_loads_when_the_hub_does_not_answer(unreachable):
-    assert hub.find_model(QWEN).name == MAIN
-    assert hub.find_model(f"{QWEN}@v2").name == OTHER
+    assert hub.find_model_directory(QWEN).name == MAIN
+    assert hub.find_model_directory(f"{QWEN}@v2").name == OTHER
 
 
 @pytest.mark.parametrize(
     "name", ["Qwen3-0.6B", "a/b/c", "./Qwen/Qwen3", "~/Qwen", "Qwen/", "/Qwen3", "a//b", "a/b c"]
 )
 def test_what_cannot_be_a_hub_id_is_told_so(offline, name):
-    told = f"--model {name}: (no such directory, and no hub id|HFValidationError: )"
-    assert re.match(told, message_of(gwen.load, name))
+    pattern = f"--model {re.escape(name)}( is neither .*owner/name|: HFValidationError: )"
+    assert re.match(pattern, catch_message(gwen.load, name))
 
 
 # ---- what is asked for, and what is never run
@@ -133,12 +133,14 @@ def test_a_model_never_runs_code_of_its_own(offline, model_directory, tmp_path, 
     evil = f"open({str(ran)!r}, 'w')\nclass Evil: pass\nEvilConfig = EvilTokenizer = EvilTokenizerFast = Evil\n"
     (source / "evil.py").write_text(evil)
     for name in ("tokenizer_config.json", "config.json"):
-        held = json.loads((source / name).read_text())
+        content = json.loads((source / name).read_text())
         auto = {
             "AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizerFast"],
             "AutoConfig": "evil.EvilConfig",
         }
-        (source / name).write_text(json.dumps(held | {"auto_map": auto, "trust_remote_code": True}))
+        (source / name).write_text(
+            json.dumps(content | {"auto_map": auto, "trust_remote_code": True})
+        )
     add_to_cache(tmp_path / "hub", "someone/evil", MAIN, source, "main")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     try:
@@ -162,7 +164,9 @@ def test_a_row_s_chat_template_kwargs_are_variables_of_its_prompt_and_stay_text(
         {"tone": "kind", "enable_thinking": None},
         {"tone": "<|im_end|>", "enable_thinking": True},
     ]
-    rows = [{"prompt": "Hi", "answer": "Ho", "chat_template_kwargs": one} for one in kwargs]
+    rows = [
+        {"prompt": "Hi", "answer": "Ho", "chat_template_kwargs": variables} for variables in kwargs
+    ]
     read = data.load_data(write_log(tmp_path / "data.jsonl", rows))
     prompts = chat_template.encode_prompts(
         other, read, max_tokens=1, context=999, thinking=False, kind="prompt"
@@ -175,17 +179,17 @@ def test_a_row_s_chat_template_kwargs_are_variables_of_its_prompt_and_stay_text(
     ]
     assert [other.decode(ids) for ids in prompts] == wanted
     assert prompts[2].count(other.eos_token_id) == 1  # the template's own
-    talk = chats.read_chat(
+    talk = chats.read_conversation_example(
         {"prompt": "Hi", "completion": "Ho", "chat_template_kwargs": {"tone": "kind"}}
     )
-    (row,) = chats.render_conversation(
+    (row,) = chats.encode_conversation(
         other, talk, thinking=True, end_ids=[other.eos_token_id], context=999
     )
     assert other.decode(row.ids) == f"kind|{body}Ho<|im_end|>"
-    said = message_of(chat_template.encode_chat, other, "Hi", variables={"tokenize": True})
+    message = catch_message(chat_template.encode_chat, other, "Hi", variables={"tokenize": True})
     assert (
-        said
-        == "chat_template_kwargs holds tokenize, which is no variable of the template; remove it"
+        message
+        == "chat_template_kwargs contains tokenize, which is not a template variable; remove it"
     )
 
 
@@ -201,13 +205,13 @@ def test_control_tokens_in_what_users_write_are_text(tokenizer, text, of):
         tokenizer.convert_tokens_to_ids(token)
         for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     ]
-    assert [ids.count(one) for one in special] == [frame.count(one) for one in special]
+    assert [ids.count(token) for token in special] == [frame.count(token) for token in special]
     assert tokenizer.decode(ids) == tokenizer.decode(frame).replace("Hi", text)
     example = {
         "prompt": [{"role": "user", "content": text}],
         "completion": [{"role": "assistant", "content": text}],
     }
-    (row,) = chats.render_conversation(
+    (row,) = chats.encode_conversation(
         tokenizer, example, thinking=True, end_ids=[special[1]], context=999
     )
     assert tokenizer.decode([row.ids[place] for place in row.places]) == text + "<|im_end|>"
@@ -216,7 +220,7 @@ def test_control_tokens_in_what_users_write_are_text(tokenizer, text, of):
 
 def test_ids_of_ordinary_text_are_exactly_the_template_s(tokenizer):
     rng, demo = random.Random(0), hub.load_tokenizer(hub.DEMO)
-    for one in (tokenizer, demo):
+    for reader in (tokenizer, demo):
         for _ in range(200):
             text = "".join(
                 rng.choices(
@@ -224,46 +228,45 @@ def test_ids_of_ordinary_text_are_exactly_the_template_s(tokenizer):
                 )
             )
             messages = [{"role": role, "content": text} for role in ("system", "user")]
-            told = {
+            options = {
                 "tokenize": True,
                 "add_generation_prompt": True,
                 "enable_thinking": False,
                 "return_dict": False,
             }
-            wanted = one.apply_chat_template(messages, **told)
+            wanted = reader.apply_chat_template(messages, **options)
             assert (
-                "<|im_end|>" in text or chat_template.encode_chat(one, text, system=text) == wanted
+                "<|im_end|>" in text
+                or chat_template.encode_chat(reader, text, system=text) == wanted
             )
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_an_end_token_that_the_vocabulary_has_not_is_refused(model_directory, tmp_path, name):
     source = shutil.copytree(model_directory, tmp_path / "source")
-    held = json.loads((source / name).read_text())
+    content = json.loads((source / name).read_text())
     for value in [320, -1, [2, 320], 2.0, "2", True, [[2]], {}, 10**400]:
-        (source / name).write_text(json.dumps(held | {"eos_token_id": value}))
-        assert f"{name} has eos_token_id=" in message_of(hub.load_config, source), value
+        (source / name).write_text(json.dumps(content | {"eos_token_id": value}))
+        assert f"{name} has eos_token_id=" in catch_message(hub.load_config, source), value
 
 
 def test_a_tokenizer_with_an_id_that_the_model_has_not_is_refused(model_directory, tmp_path):
     source = shutil.copytree(model_directory, tmp_path / "source")
-    held = json.loads((source / "tokenizer.json").read_text())
-    held["model"]["vocab"][max(held["model"]["vocab"])] = 10**6  # their number is as before
-    (source / "tokenizer.json").write_text(json.dumps(held))
-    assert "the tokenizer has the id 1000000, the model only 320 ids" in message_of(
-        gwen.load, source
-    )
+    content = json.loads((source / "tokenizer.json").read_text())
+    content["model"]["vocab"][max(content["model"]["vocab"])] = 10**6  # their number is as before
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    assert "the id 1000000, but the model has only 320 ids" in catch_message(gwen.load, source)
 
 
 def test_json_with_a_key_twice_is_refused_and_nesting_without_end_too(model_directory, tmp_path):
     source = shutil.copytree(model_directory, tmp_path / "source")
     text = (source / "config.json").read_text()
     for spoilt, why in (
-        (text[:-1] + ', "vocab_size": 320}', "the key 'vocab_size' stands twice"),
+        (text[:-1] + ', "vocab_size": 320}', "the key 'vocab_size' occurs twice"),
         ("[" * 10**5, "deep"),
     ):
         (source / "config.json").write_text(spoilt)
-        assert why in message_of(hub.load_config, source)
+        assert why in catch_message(hub.load_config, source)
 
 
 # ---- which model is taken
@@ -278,7 +281,7 @@ def test_json_with_a_key_twice_is_refused_and_nesting_without_end_too(model_dire
             True,
             False,
             "demo",
-            f"because {QWEN}: not in the local hub cache, and the hub is out of reach",
+            f"because {QWEN} is not in the local hub cache, and the hub cannot be reached",
         ),
     ],
 )
@@ -288,7 +291,7 @@ def test_the_default_is_the_cached_model_on_a_gpu_and_else_the_demo(
     monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
     if not is_cached:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    config, line = resolve({}, None, None)
+    config, line = resolve_settings({}, None, None)
     task = "values" if name == QWEN else "demo"
     assert line == f"model: {name}, {why}; task: {task}" and (
         config.model.name,
@@ -299,7 +302,7 @@ def test_the_default_is_the_cached_model_on_a_gpu_and_else_the_demo(
 def test_a_first_use_says_its_size_and_fetches_neither_pickles_nor_programs(
     monkeypatch, tmp_path, capsys
 ):
-    given, fetched = (
+    names, fetched = (
         ["config.json", "model-1.safetensors", "tokenizer.json", "pytorch_model.bin", "evil.py"],
         [],
     )
@@ -308,17 +311,15 @@ def test_a_first_use_says_its_size_and_fetches_neither_pickles_nor_programs(
     def snapshot_download(repo, revision, allow_patterns, local_files_only=False, dry_run=False):
         if local_files_only or revision:
             raise errors.LocalEntryNotFoundError("not here") if local_files_only else unknown
-        files = list(filter_repo_objects(given, allow_patterns=allow_patterns))
+        files = list(filter_repo_objects(names, allow_patterns=allow_patterns))
         fetched.extend([] if dry_run else files)
         return [SimpleNamespace(file_size=10**9) for _ in files] if dry_run else str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert hub.find_model(QWEN) == tmp_path and fetched == given[:3]
-    assert capsys.readouterr().err.startswith(f"downloading {QWEN}: 3 GB, once, to ")
-    assert (
-        message_of(hub.find_model, f"{QWEN}@v9")
-        == f"--model {QWEN}@v9: the hub shows you no such model or revision"
-    )
+    assert hub.find_model_directory(QWEN) == tmp_path and fetched == names[:3]
+    assert capsys.readouterr().err.startswith(f"downloading {QWEN} (3 GB, only once) to ")
+    message = catch_message(hub.find_model_directory, f"{QWEN}@v9")
+    assert message.startswith(f"--model {QWEN}@v9:") and "no such model or revision" in message
 
 
 # ---- folders that are not what they look like
@@ -339,8 +340,8 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 150
 def test_a_pointer_of_git_lfs_is_named_with_the_command_that_fetches_the_file(tmp_path, name):
     folder = shutil.copytree(hub.DEMO, tmp_path / "model")
     (folder / name).write_text(LFS)
-    said = message_of(gwen.load, folder)
-    assert str(folder / name) in said and "lfs pull" in said and "\n" not in said
+    message = catch_message(gwen.load, folder)
+    assert str(folder / name) in message and "lfs pull" in message and "\n" not in message
 
 
 def test_a_pointer_among_shards_or_in_place_of_their_index_is_named(tmp_path):
@@ -348,12 +349,13 @@ def test_a_pointer_among_shards_or_in_place_of_their_index_is_named(tmp_path):
     for name in ("model-00002-of-00002.safetensors", "model.safetensors.index.json"):
         content = (folder / name).read_bytes()
         (folder / name).write_text(LFS)
-        assert name in message_of(hub.load_weights, folder) and "lfs pull" in message_of(
+        assert name in catch_message(hub.load_weights, folder) and "lfs pull" in catch_message(
             hub.load_weights, folder
         )
         (folder / name).write_bytes(content)
     (folder / "model-00001-of-00002.safetensors").unlink()
-    assert "model-00001-of-00002.safetensors is not there" in message_of(hub.load_weights, folder)
+    message = catch_message(hub.load_weights, folder)
+    assert "model-00001-of-00002.safetensors does not exist" in message
 
 
 @pytest.mark.parametrize(
@@ -370,8 +372,8 @@ def test_weights_in_another_form_are_named_with_the_way_to_use_them(tmp_path, na
     folder = write_checkpoint(tmp_path / "model", QWEN3)
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(b"")
-    said = message_of(hub.load_weights, folder)
-    assert name in said and fix in said
+    message = catch_message(hub.load_weights, folder)
+    assert name in message and fix in message
 
 
 def test_a_model_without_a_chat_template_is_refused_by_that_and_takes_one_from_a_file(tmp_path):
@@ -379,8 +381,8 @@ def test_a_model_without_a_chat_template_is_refused_by_that_and_takes_one_from_a
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
     _, tokenizer = gwen.load(folder)
-    said = message_of(chat_template.encode_chat, tokenizer, "Hi")
-    assert str(folder) in said and "chat_template.jinja" in said and len(said) < 300
+    message = catch_message(chat_template.encode_chat, tokenizer, "Hi")
+    assert str(folder) in message and "chat_template.jinja" in message and len(message) < 300
     (folder / "chat_template.jinja").write_text(template)
     assert chat_template.encode_chat(gwen.load(folder)[1], "Hi") == chat_template.encode_chat(
         gwen.load("demo")[1], "Hi"

@@ -4,12 +4,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from small_run import gradient_of_update, make_run, recorded, sample, told, update_once
+from small_run import (
+    add_column,
+    make_run,
+    record_gradient,
+    sample_first_prompts,
+    stack_logprobs,
+    update_once,
+)
 from test_grpo import LOSSES
 
 import update
 from reporting import journal
-from reporting.console import console_line
+from reporting.console import format_step_line
 from step import advantages, trust_region
 from step.batch import make_batches
 
@@ -39,9 +46,9 @@ def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, lo
         tmp_path, "--loss-type", loss, *flags, *(("--epsilon-high", "5") if loss == "cispo" else ())
     )
     update_once(run)  # B of the adapters is 0 before
-    drawn = sample(run, ADVANTAGES)
-    whole = gradient_of_update(run, make_batches(drawn, 1024))
-    taught = gradient_of_update(run, trained(run, drawn))
+    drawn = sample_first_prompts(run, ADVANTAGES)
+    whole = record_gradient(run, make_batches(drawn, 1024))
+    taught = record_gradient(run, trained(run, drawn))
     assert taught[0].num_with_gradient == 6 and len(rows_of(trained(run, drawn))) < 12
     assert taught[0].loss == pytest.approx(whole[0].loss, abs=1e-6)
     largest = max(mx.abs(array).max().item() for array in whole[1].values())
@@ -64,7 +71,7 @@ def test_every_row_is_computed_where_another_term_needs_it(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_loss.py").write_text(OWN)
     run = make_run(tmp_path, *flags)
-    batches = trained(run, sample(run, np.zeros(12)))
+    batches = trained(run, sample_first_prompts(run, np.zeros(12)))
     assert (
         rows_of(batches) == list(range(12))
         and sum(batch.num_with_gradient for batch in batches) == 12
@@ -77,7 +84,7 @@ def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out
 ):
     monkeypatch.setattr(advantages, "MEASURED_OF", 3)
     run = make_run(tmp_path, "--target-kl", "0")
-    drawn, idle = sample(run, ADVANTAGES), np.flatnonzero(ADVANTAGES.reshape(-1) == 0)
+    drawn, idle = sample_first_prompts(run, ADVANTAGES), np.flatnonzero(ADVANTAGES.reshape(-1) == 0)
     lengths, seen, weights, found = np.array([len(one.loss_positions) for one in drawn]), [], [], []
     for turn in range(6, 9):  # two of the six idle rows in each
         batches = trained(run, drawn, turn)
@@ -88,9 +95,9 @@ def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out
         measured = sorted(set(rows_of(batches)) & set(idle.tolist()))
         seen += measured
         weights.append(lengths[measured].sum())
-        found.append(gradient_of_update(run, batches)[0].means)
+        found.append(record_gradient(run, batches)[0].means)
     assert sorted(seen) == idle.tolist()
-    whole = gradient_of_update(run, make_batches(drawn, 1024))[0].means
+    whole = record_gradient(run, make_batches(drawn, 1024))[0].means
     for name in ("entropy", "mismatch/ratio_mean"):
         assert np.average([means[name] for means in found], weights=weights) == pytest.approx(
             whole[name], rel=1e-5
@@ -99,10 +106,10 @@ def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out
 
 def test_the_distance_counts_a_measured_row_for_those_it_stands_for(tmp_path):
     run = make_run(tmp_path)
-    drawn, pushed = sample(run, ADVANTAGES), ADVANTAGES.reshape(-1) != 0
-    logprobs, mask = recorded(drawn)
-    known = told(trained(run, drawn), "old_logprobs", logprobs + 0.1 * pushed[:, None])
-    probe = trust_region.make_probe(known, 0)
+    drawn, pushed = sample_first_prompts(run, ADVANTAGES), ADVANTAGES.reshape(-1) != 0
+    logprobs, mask = stack_logprobs(drawn)
+    known = add_column(trained(run, drawn), "old_logprobs", logprobs + 0.1 * pushed[:, None])
+    probe = trust_region.select_probe(known, 0)
     assert rows_of(probe) == rows_of(known)  # so few tokens that all are taken
     lengths, gap = mask.sum(axis=1), np.exp(-0.1) - 1 + 0.1
     present = [batch.sampled_logprobs for batch in probe]
@@ -113,26 +120,26 @@ def test_the_distance_counts_a_measured_row_for_those_it_stands_for(tmp_path):
 
 def test_the_probe_holds_its_tokens_although_rows_are_left_out(tmp_path, monkeypatch):
     run = make_run(tmp_path)
-    drawn = sample(run, ADVANTAGES)
+    drawn = sample_first_prompts(run, ADVANTAGES)
     known = trained(run, drawn)
     num_held = sum(int(batch.mask.sum()) for batch in known)
     monkeypatch.setattr(
         trust_region, "PROBE_TOKENS", num_held // 2 + 1
     )  # half of them would be too few
     assert num_held < sum(len(one.loss_positions) for one in drawn)
-    assert rows_of(trust_region.make_probe(known, 0)) == rows_of(known)
+    assert rows_of(trust_region.select_probe(known, 0)) == rows_of(known)
 
 
 def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path, monkeypatch):
     run = make_run(tmp_path)
     update_once(run)  # its momentum would go on
     before, count = dict(run.learner.trainable), run.learner.optimizer.step.item()
-    batches = trained(run, sample(run, np.zeros(12)))
+    batches = trained(run, sample_first_prompts(run, np.zeros(12)))
     by_both = update.compute_gradient(run.learner, batches)[2]
-    assert update.compute_stats(run.learner, batches)[1] == pytest.approx(
+    assert update.compute_logprobs_and_stats(run.learner, batches)[1] == pytest.approx(
         by_both, rel=1e-5, abs=1e-6
     )
-    monkeypatch.setattr(update, "loss_and_gradient", None)  # forward passes alone
+    monkeypatch.setattr(update, "scaled_loss_and_gradient", None)  # forward passes alone
     result = update.run_optimizer_steps(run.learner, batches, 1e-3)
     assert all(
         mx.array_equal(array, before[name]).item()
@@ -145,6 +152,6 @@ def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path, m
         result.moved,
     ) == (count, 0, 0, None)
     assert result.means["entropy"] > 0 and result.means["mismatch/logprob_abs_mean"] < 1e-4
-    figures = journal.update_metrics(result, {"update": 1, "other": 0, "step": 2}, 12, [2])
+    figures = journal.metrics_of_update(result, {"update": 1, "other": 0, "step": 2}, 12, [2])
     figures |= {"step": 3, "reward/mean": 1, "rollout/tok_s": 98765.4, "reward/zero_std_frac": 1}
-    assert console_line(figures, 60).endswith("| no step")
+    assert format_step_line(figures, 60).endswith("| no step")

@@ -5,13 +5,13 @@ import itertools
 import re
 
 import pytest
-from conftest import ROOT, message_of, read_log
+from conftest import ROOT, catch_message, read_log
 from extras import needs
 from small_run import make_config, make_run
 
 import tasks
 import train
-from sandbox.workers import Pool
+from sandbox.workers import WorkerPool
 from tasks import ifeval, rg
 
 verified = needs("if_verifiable")
@@ -22,12 +22,12 @@ KINDS, ASKS = ifeval.load_words()["kinds"], ifeval.load_words()["asks"]
 def problems(monkeypatch):
     """All kinds, whether or not the verifiers are installed: what is not asked starts no worker."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    return ifeval.Problems(KINDS)
+    return ifeval.InstructionProblems(KINDS)
 
 
 @pytest.fixture(scope="module")
 def verifiers():
-    pool = Pool("tasks.ifeval:make_verifier", (), num=1, limit=5.0, sealed=True)
+    pool = WorkerPool("tasks.ifeval:make_instruction_checker", (), num=1, limit=5.0, sealed=True)
     yield pool
     pool.close()
 
@@ -44,13 +44,17 @@ def test_the_sides_share_no_topic_no_wording_and_no_argument_that_is_a_word():
 
 
 def test_prompts_have_no_end_and_are_a_function_of_seed_and_place(problems):
-    assert len({example["prompt"] for example in problems.make(range(6000), 0)}) > 5000
-    assert problems.make(range(9), 3) == problems.make(range(9), 3) != problems.make(range(9), 4)
-    assert problems.make([7], 3) == problems.make(range(9), 3)[7:8]
+    assert len({example["prompt"] for example in problems.make_examples(range(6000), 0)}) > 5000
+    assert (
+        problems.make_examples(range(9), 3)
+        == problems.make_examples(range(9), 3)
+        != problems.make_examples(range(9), 4)
+    )
+    assert problems.make_examples([7], 3) == problems.make_examples(range(9), 3)[7:8]
 
 
 def test_kinds_take_turns_and_a_quarter_of_the_prompts_has_two(problems):
-    examples = problems.make(range(1900), 0)
+    examples = problems.make_examples(range(1900), 0)
     assert {example["instructions"][0][0] for example in examples} == {
         kind["verifier"] for kind in KINDS.values()
     }
@@ -70,7 +74,7 @@ def test_kinds_that_stand_apart_never_meet(problems):
     by_verifier, apart = {}, [set(pair) for pair in ifeval.load_words()["apart"]]
     for name, kind in KINDS.items():
         by_verifier.setdefault(kind["verifier"], set()).add(name)
-    for example in problems.make(range(4000), 1):
+    for example in problems.make_examples(range(4000), 1):
         if example["category"] == "two":
             first, second = (by_verifier[name] for name, _ in example["instructions"])
             assert any({a, b} not in apart and a != b for a, b in itertools.product(first, second))
@@ -87,7 +91,7 @@ def test_an_answer_is_on_topic_where_it_names_it(problems):
 
 
 def test_every_prompt_names_the_topic_that_its_answer_shall_name(problems):
-    examples = problems.make(range(2000), 2)
+    examples = problems.make_examples(range(2000), 2)
     assert {example["topic"] for example in examples} == set(ifeval.load_words()["topics"]["train"])
     asked, topics = ([example[name] for example in examples] for name in ("prompt", "topic"))
     assert problems.score_topic(completions=asked, topic=topics) == [1.0] * 2000
@@ -96,20 +100,22 @@ def test_every_prompt_names_the_topic_that_its_answer_shall_name(problems):
 @pytest.mark.parametrize(
     ("task", "why"),
     [
-        ("ifeval:word", "'word' is unknown or comes twice, did you mean 'words'?"),
-        ("ifeval:words,words", "'words' is unknown or comes twice"),
+        ("ifeval:word", "'word' is unknown or is named twice, did you mean 'words'?"),
+        ("ifeval:words,words", "'words' is unknown or is named twice"),
         ("ifeval:", "the kinds are words, opening"),
     ],
 )
 def test_a_bad_list_of_kinds_is_one_line_that_names_the_part(task, why):
-    assert why in message_of(ifeval.parse_kinds, task)
+    assert why in catch_message(ifeval.parse_instruction_kinds, task)
 
 
 def test_the_task_takes_no_data_and_names_the_extra_where_it_is_missing(monkeypatch):
     both = make_config("--task", "ifeval", "--data", "mine.jsonl")
-    assert "--data mine.jsonl and --task ifeval" in message_of(tasks.make_task, both)
+    assert "--data is mine.jsonl, but --task ifeval" in catch_message(tasks.make_task, both)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "uv run --extra ifeval" in message_of(tasks.make_task, make_config("--task", "ifeval"))
+    assert "uv run --extra ifeval" in catch_message(
+        tasks.make_task, make_config("--task", "ifeval")
+    )
 
 
 GOOD_AND_BAD = {  # arguments, an answer that follows the instruction and one that does not
@@ -169,7 +175,7 @@ def test_hostile_answers_earn_nothing_and_leave_the_verifier_alive(verifiers):
         "__import__('os').getpid()",
         "<think>river",
     ):
-        assert rg.score_value(verifiers.answer_all([(ask, "", text)])[0]) == 0
+        assert rg.score_or_zero(verifiers.answer_all([(ask, "", text)])[0]) == 0
     assert verifiers.answer_all([(ask, "", "A river.")])[0].value == 1
 
 
@@ -183,7 +189,7 @@ def test_a_run_measures_each_kind_and_pays_what_the_verifiers_say(tmp_path):
     assert run.config.data.reward_gate == "form"  # the recipe's
     for record in run.journal.evaluations:
         assert {f"eval/accuracy/{kind}" for kind in (*ifeval.USUAL, "two")} <= record.keys()
-    asked = {example["prompt"]: example for example in run.task.problems.make(range(5), 0)}
+    asked = {example["prompt"]: example for example in run.task.problems.make_examples(range(5), 0)}
     for record in run.journal.rollouts.read():
         columns = {
             "prompts": [record["prompt"]],

@@ -15,14 +15,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import yaml
-from conftest import message_of, read_log, readable, whole_prompts, write_log
+from conftest import catch_message, make_whole_prompts, mark_readable, read_log, write_log
 from test_remote_judge import completion, serving  # noqa: F401  a fixture
 
 import gwen
 import judge
 import lora
 from evaluate import main as evaluate_main
-from judging import remote_judge, rubrics
+from judging import evaluations, remote_judge, rubrics
 from judging.prompt_tree import PromptTree
 from prompts import chat_template
 from settings.checks import check_settings
@@ -45,8 +45,8 @@ class Answers(NamedTuple):
 
 def evaluate(grader, pairs):
     """A judge's answers about n different pairs, each (n, J)."""
-    evaluations = dict(grader.score_questions(grader.questions(pairs)))
-    columns = zip(*(evaluations[place] for place in sorted(evaluations)), strict=True)
+    by_question = dict(grader.score_questions(grader.make_questions(pairs)))
+    columns = zip(*(by_question[place] for place in sorted(by_question)), strict=True)
     return Answers(*(np.array(column).reshape(len(pairs), -1) for column in columns))
 
 
@@ -57,7 +57,7 @@ def settings_of(**settings):
 @pytest.fixture
 def any_mass(monkeypatch):
     """Every score is readable, however little of the judge's mass lies on the digits."""
-    monkeypatch.setattr(rubrics, "MIN_MASS", 1e-9)
+    monkeypatch.setattr(evaluations, "MIN_MASS", 1e-9)
 
 
 # held-out problems of the demo with answers of every kind, as the demo's own judge was taught, and their true scores
@@ -135,7 +135,7 @@ def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(
         grader = judge.Judge(model, tokenizer, rubric)
         judged = evaluate(grader, pairs)
         for row, pair in enumerate(pairs):
-            for column, ids in enumerate(whole_prompts(grader.prompts, *pair)):
+            for column, ids in enumerate(make_whole_prompts(grader.prompts, *pair)):
                 score, mass = expected_score(alone(model, ids), digits)
                 assert judged.scores[row, column] == pytest.approx(score, abs=1e-3)
                 assert judged.mass[row, column] == pytest.approx(mass, rel=1e-3, abs=1e-6)
@@ -163,7 +163,7 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think, end)
         return made
 
     for row, pair in enumerate(zip(prompts, completions, strict=True)):
-        for column, ids in enumerate(whole_prompts(grader.prompts, *pair)):
+        for column, ids in enumerate(make_whole_prompts(grader.prompts, *pair)):
             thoughts = greedy(ids, think, eos | {end})
             kinds.add(think and (thoughts[-1] == end, thoughts[-1] in eos))
             reply = thoughts
@@ -172,11 +172,11 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think, end)
                     tokenizer.encode("\n</think>\n\n", add_special_tokens=False) if think else []
                 )
                 reply = greedy(
-                    ids + [i for i in thoughts if i != end] + close, rubrics.REPLY_TOKENS, eos
+                    ids + [i for i in thoughts if i != end] + close, evaluations.REPLY_TOKENS, eos
                 )
             text = tokenizer.decode([i for i in reply if i not in eos])
             assert judged.replies[row, column] == text
-            score = rubrics.evaluation_from_reply(text, was_cut=reply[-1] not in eos).score
+            score = evaluations.evaluation_from_reply(text, was_cut=reply[-1] not in eos).score
             np.testing.assert_equal(judged.scores[row, column], score)
     assert len(kinds) == (2 if think else 1), "some rows end otherwise than others"
 
@@ -190,7 +190,7 @@ def test_a_judge_without_mass_on_the_digits_gives_nan_and_not_neutral_and_is_war
         model.norm.weight = model.norm.weight * mx.inf
     else:
         model = gwen.Model(model.config)
-    judgement = readable(judge.Judge(model, tokenizer, RUBRIC)).score(
+    judgement = mark_readable(judge.Judge(model, tokenizer, RUBRIC)).score(
         ["Add one and two."], ["Three."]
     )
     assert (
@@ -207,8 +207,8 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
     demo, any_mass, mode, capsys
 ):
     grader = judge.Judge(*demo, UNEVEN, mode=mode)
-    prompt, room = "Add one and two.", rubrics.REPLY_TOKENS if mode == "decode" else 0
-    longest = max(map(len, whole_prompts(grader.prompts, prompt, "")))
+    prompt, room = "Add one and two.", evaluations.REPLY_TOKENS if mode == "decode" else 0
+    longest = max(map(len, make_whole_prompts(grader.prompts, prompt, "")))
     shortest = 1024 - room - longest  # words of the longest answer that fits
     completions = [
         "Three.",
@@ -217,7 +217,7 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
     ]
     sizes = np.array(
         [
-            [len(ids) + room for ids in whole_prompts(grader.prompts, prompt, text)]
+            [len(ids) + room for ids in make_whole_prompts(grader.prompts, prompt, text)]
             for text in completions
         ]
     )
@@ -227,7 +227,7 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
         (False,) * 3,
     }
     judged = evaluate(grader, [(prompt, text) for text in completions])
-    nothing = "(nothing, as the answer does not fit into its context of 1024 tokens)"
+    nothing = "(nothing: the answer does not fit into the judge's context of 1024 tokens)"
     assert ((judged.replies == nothing) == (sizes > 1024)).all()
     assert np.isnan(judged.scores[sizes > 1024]).all() and not judged.mass[sizes > 1024].any()
     if mode == "logits":
@@ -235,8 +235,8 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
     np.testing.assert_allclose(
         judged.scores[0], evaluate(grader, [(prompt, "Three.")]).scores[0], atol=1e-4
     )
-    assert np.isnan(readable(grader).score([prompt], [completions[-1]]).rewards).all()
-    assert "does not fit into its context" in capsys.readouterr().err
+    assert np.isnan(mark_readable(grader).score([prompt], [completions[-1]]).rewards).all()
+    assert "does not fit into" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["question", "criterion", "preamble", "think"])
@@ -249,7 +249,7 @@ def test_what_leaves_no_room_for_any_answer_is_refused_with_the_tokens_of_each_p
         rubrics.Criterion("long", 1.0, text["criterion"]),
     ]
     think = {"mode": "decode", "think": 2000} if part == "think" else {}
-    line = r"no room for an answer: .*think (\d+)\) .* preamble takes (\d+), .* criterion (\d+) .*' (\d+); shorten"
+    line = r"no room.*think (\d+)\).* preamble takes (\d+), .* criterion takes (\d+), .*' takes (\d+); shorten"
     with pytest.raises(ValueError, match=line) as error:
         grader = judge.Judge(*demo, rubrics.Rubric(text["preamble"], criteria), **think)
         grader.score(["Two?", text["question"]], ["Three.", "Four."])
@@ -266,13 +266,13 @@ def test_training_the_policy_does_not_change_its_judge(demo):
     lora.apply(model, 4, 2.0)
     prompts, completions, _ = some_answers(5)
     grader = judge.Judge(model, tokenizer, RUBRIC)
-    before, identity = grader.score(prompts, completions).scores, grader.identity()
+    before, scoring_digest = grader.score(prompts, completions).scores, grader.scoring_digest()
     for _, layer in lora.adapted_layers(model):
         layer.lora_b = layer.lora_b + 0.3
     after = judge.Judge(model, tokenizer, RUBRIC)
     np.testing.assert_array_equal(before, after.score(prompts, completions).scores)
-    assert after.identity() == identity == judge.Judge(*demo, RUBRIC).identity()
-    grader.load_scores([])
+    assert after.scoring_digest() == scoring_digest == judge.Judge(*demo, RUBRIC).scoring_digest()
+    grader.replace_cached_scores([])
     np.testing.assert_array_equal(
         before, grader.score(prompts, completions).scores
     )  # with its preamble from before
@@ -291,8 +291,11 @@ def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
         judge.Judge(model, tokenizer, RUBRIC._replace(preamble="Grade.")),
         judge.Judge(gwen.load("demo", mx.float16)[0], tokenizer, RUBRIC),
     ]
-    assert len({grader.identity() for grader in tokens}) == len(tokens)
-    assert judge.Judge(*gwen.load("demo"), RUBRIC, chunk_size=3).identity() == tokens[0].identity()
+    assert len({grader.scoring_digest() for grader in tokens}) == len(tokens)
+    assert (
+        judge.Judge(*gwen.load("demo"), RUBRIC, chunk_size=3).scoring_digest()
+        == tokens[0].scoring_digest()
+    )
 
 
 # ---- memory
@@ -300,14 +303,14 @@ def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
 
 def failing_above(monkeypatch, limit, message, kind=RuntimeError):
     """Lets a forward pass of more rows than `limit` fail."""
-    original = PromptTree.forward
+    original = PromptTree.compute_padded_hidden
 
     def forward(self, cache, rows):
         if len(rows) > limit:
             raise kind(message)
         return original(self, cache, rows)
 
-    monkeypatch.setattr(PromptTree, "forward", forward)
+    monkeypatch.setattr(PromptTree, "compute_padded_hidden", forward)
 
 
 METAL = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPU...)"
@@ -336,7 +339,7 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_evaluations(any_mass):
         prompts = [" one" * (50 + place // 8) for place in range(num_prompts * 8)]
         completions = [" two" * 60 + f" {place}" for place in range(num_prompts * 8)]
         grader = judge.Judge(model, tokenizer, RUBRIC, 24)
-        grader.identity()
+        grader.scoring_digest()
         mx.clear_cache()
         mx.reset_peak_memory()
         grader.score(prompts, completions)
@@ -425,7 +428,7 @@ def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_or_silen
 
 def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(serve):
     server = serve(lambda *_: (200, completion("I say 4."), {}))
-    assert "gives no log-probabilities; set --judge-mode decode" in message_of(judged_by, server)
+    assert "set --judge-mode decode" in catch_message(judged_by, server)
     assert judged_by(server, mode="decode", think=9).scores.tolist() == [[4, 4, 4]]
     assert server.requests[-1][2]["max_tokens"] == remote_judge.REPLY_TOKENS + 9
     assert server.requests[-1][2]["chat_template_kwargs"] == {"enable_thinking": True}
@@ -461,14 +464,14 @@ def test_a_server_into_whose_context_no_prompt_fits_is_told_of(serve):
         ValueError, match=r"gave no readable score.*128 tokens.*; lower --judge-think"
     ):
         grader.score(["Add one and two."], ["Three."])
-    assert np.isnan(readable(grader).score(["Add one and two."], ["Three."]).scores).all()
+    assert np.isnan(mark_readable(grader).score(["Add one and two."], ["Three."]).scores).all()
 
 
 @pytest.fixture(scope="module")
 def mlx_lm_server(tmp_path_factory):
     """mlx_lm's own server with the demo model as `export.py --fuse` writes it, as a process of its own on loopback."""
     model, tokenizer = gwen.load("demo")
-    chat_template.fix_template(tokenizer, None, thinking=False)
+    chat_template.fix_template_for_other_programs(tokenizer, None, thinking=False)
     gwen.save(model, directory := tmp_path_factory.mktemp("fused"), tokenizer)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -3,9 +3,18 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import peak_of
+from conftest import measure_peak
 
-from kv_cache import CAUSAL, CHUNK, Group, KVCache, LayerCache, Layout, SlotCache, round_up
+from kv_cache import (
+    CAUSAL,
+    CHUNK,
+    AttentionLayout,
+    KVCache,
+    LayerCache,
+    PartReaders,
+    SlotCache,
+    round_up_to_chunk,
+)
 
 RNG = np.random.default_rng(0)
 ATTENTION = ["full_attention"]
@@ -38,7 +47,9 @@ def test_what_was_written_is_read_back_in_order(steps):
         assert mx.array_equal(all_keys, mx.concatenate(keys, axis=2))
         assert mx.array_equal(all_values, mx.concatenate(values, axis=2))
     assert layer.length == sum(steps)
-    assert layer.keys is not None and layer.keys.shape[2] == layer.capacity == round_up(sum(steps))
+    assert layer.keys is not None and layer.keys.shape[2] == layer.capacity == round_up_to_chunk(
+        sum(steps)
+    )
 
 
 def test_a_cache_with_room_never_grows():
@@ -68,19 +79,19 @@ def test_a_decode_step_writes_in_place():
             layer.update(mx.ones((16, 4, 1, 64)), mx.ones((16, 4, 1, 64)))
             mx.eval(layer.keys, layer.values)
 
-    assert peak_of(steps) < 4 * 2**20
+    assert measure_peak(steps) < 4 * 2**20
 
 
 def test_without_padding_one_token_needs_no_mask_and_more_are_causal():
     cache = filled()
-    assert cache.layout(1) == Layout([Group()]) and cache.layout(2) == CAUSAL
-    assert cache.offsets(3).tolist() == [5, 5, 5]
+    assert cache.layout(1) == AttentionLayout([PartReaders()]) and cache.layout(2) == CAUSAL
+    assert cache.next_positions(3).tolist() == [5, 5, 5]
 
 
 def test_with_padding_a_pad_sees_itself_and_positions_begin_after_it():
     cache = KVCache(ATTENTION, pad=mx.array([0, 2, 3], dtype=mx.int32))
-    assert np.array(cache.layout(4).groups[0].mask).any(-1).all()
-    assert cache.offsets(3).tolist() == [0, -2, -3]
+    assert np.array(cache.layout(4).part_readers[0].mask).any(-1).all()
+    assert cache.next_positions(3).tolist() == [0, -2, -3]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +111,7 @@ def test_an_entry_that_would_be_broadcast_or_cast_is_refused(
 
 def test_slots_that_grow_wider_count_as_bytes():
     cache = SlotCache(filled(num_rows=2), num_slots=3)
-    cache.assign([0, 0, 1])
+    cache.assign_prompts([0, 0, 1])
     cache.lengths[0] = CHUNK
     cache.plan_writes()
     assert cache.most_bytes == sum(

@@ -69,13 +69,13 @@ def test_the_forty_labels_of_the_values_rubric_can_be_read_and_use_the_whole_sca
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2: not JSON"),
-        ("[]", "line 2: it needs the texts"),
-        (LABEL | {"completion": 3}, "line 2: it needs the texts"),
-        (LABEL | {"criterion": "beauty"}, "criterion 'beauty'; the rubric's are"),
-        (LABEL | {"completion": "\ud800"}, "line 2: it holds half of a"),
-        (LABEL | {"score": 6}, "score 6; it must be"),
-        (LABEL | {"score": True}, "score True; it must be"),
+        ("{", "line 2"),
+        ("[]", "line 2: a label needs"),
+        (LABEL | {"completion": 3}, "line 2: a label needs"),
+        (LABEL | {"criterion": "beauty"}, "criterion 'beauty'"),
+        (LABEL | {"completion": "\ud800"}, "surrogate"),
+        (LABEL | {"score": 6}, "score is 6"),
+        (LABEL | {"score": True}, "score is True"),
     ],
 )
 def test_a_line_that_is_no_label_is_named(tmp_path, line, said):
@@ -96,5 +96,5 @@ def test_line_separators_in_a_text_blank_lines_and_a_byte_order_mark_are_no_mist
 
 def test_a_file_without_labels_is_refused(tmp_path):
     (tmp_path / "labels.jsonl").write_text("")
-    with pytest.raises(ValueError, match="holds no label"):
+    with pytest.raises(ValueError, match="no labels"):
         labels.load_labels(tmp_path / "labels.jsonl", RUBRIC)

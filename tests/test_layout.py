@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-from conftest import ROOT, command
+from conftest import ROOT, run_command
 
 
 def files_of(root: Path) -> list[Path]:
@@ -220,7 +220,7 @@ mine = [str(path) for path in opened if str(path).startswith({str(ROOT)!r})]
 mine = [path for path in mine if "/." not in path and not path.endswith((".py", ".pyc"))]
 assert not mine, mine
 """
-    done = command("-c", program)
+    done = run_command("-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert all(

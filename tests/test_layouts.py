@@ -7,15 +7,15 @@ import datasets
 import pandas
 import pyarrow
 import pytest
-from conftest import message_of, read_log, write_log
+from conftest import catch_message, read_log, write_log
 
 import tasks
 import train
 import trainer
 from prompts import arrow, chat_template, chats, data
-from prompts.held_out import load_sides
+from prompts.held_out import load_training_and_held_out
 from settings import sources
-from settings.sources import given_settings, parse_flags
+from settings.sources import parse_flags, settings_from_flags
 
 USER = {"role": "user", "content": "What is one and two?"}
 THOUGHT = "one more than two"
@@ -50,9 +50,9 @@ def with_template(tokenizer, template):
 
 
 def trained_text(tokenizer, row):
-    example = chats.read_chat(row)
+    example = chats.read_conversation_example(row)
     how = {"thinking": True, "end_ids": [tokenizer.eos_token_id], "context": 1000}
-    rows = chats.render_conversation(tokenizer, example, **how)
+    rows = chats.encode_conversation(tokenizer, example, **how)
     return "".join(tokenizer.decode([one.ids[place] for place in one.places]) for one in rows)
 
 
@@ -104,7 +104,9 @@ def tables_of(rows, path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "read"), [(TALKS, chats.read_chat), (PROBLEMS, None)], ids=["talks", "problems"]
+    ("rows", "read"),
+    [(TALKS, chats.read_conversation_example), (PROBLEMS, None)],
+    ids=["talks", "problems"],
 )
 def test_a_null_that_arrow_made_is_an_absent_key_wherever_the_table_comes_from(
     rows, read, tmp_path, monkeypatch
@@ -114,7 +116,7 @@ def test_a_null_that_arrow_made_is_an_absent_key_wherever_the_table_comes_from(
     paths, programs = tables_of(rows, tmp_path)
     for path in [
         *paths,
-        *(trainer.settings_from_arguments({"data": held})["data"] for held in programs.values()),
+        *(trainer.flag_values_from_arguments({"data": held})["data"] for held in programs.values()),
     ]:
         assert data.load_data(path, None, read) == wanted, path
 
@@ -144,7 +146,7 @@ def test_a_null_in_a_list_in_a_map_or_in_json_of_arrow_stays():
     table = pyarrow.table(
         {"list": [[1, None]], "map": maps, "json": pyarrow.array(['{"n":null}'], pyarrow.json_())}
     )
-    assert arrow.rows_of_table(table) == [
+    assert arrow.rows_from_arrow_table(table) == [
         {"list": [1, None], "map": {"k": None}, "json": {"n": None}}
     ]
 
@@ -161,7 +163,7 @@ def test_rows_of_pandas_are_those_of_their_file_and_a_missing_cell_makes_no_deci
         ([3, None, 0.5], ["3.0", None, "0.5"]),
     ):
         frame["answer"] = values
-        read = data.load_data(trainer.settings_from_arguments({"data": frame})["data"])
+        read = data.load_data(trainer.flag_values_from_arguments({"data": frame})["data"])
         assert [row["answer"] for row in read] == wanted
 
 
@@ -239,7 +241,7 @@ def test_a_function_call_is_a_call_and_the_name_of_its_result_may_be_left_out_by
     text = trained_text(with_template(tokenizer, plain), {"messages": talk})
     assert '"add"' in text and text.endswith("three<|im_end|>")
     talk[2]["name"] = "other"
-    assert "name 'other'" in message_of(
+    assert "name 'other'" in catch_message(
         trained_text, with_template(tokenizer, plain), {"messages": talk}
     )
 
@@ -251,10 +253,10 @@ def test_a_key_that_the_template_does_not_render_is_refused_by_its_name_and_its_
     (key,) = message
     row = {"prompt": [USER | message], "answer": "3"}
     example, how = (
-        data.read_prompt(row),
+        data.read_prompt_example(row),
         {"max_tokens": 1, "context": 99, "thinking": False, "kind": "prompt"},
     )
-    text = message_of(
+    text = catch_message(
         chat_template.encode_prompts, with_template(tokenizer, PLAIN), [example], **how
     )
     assert f"{key} {message[key]!r}" in text and "prompt 1" in text
@@ -290,7 +292,7 @@ def test_a_key_that_the_template_does_not_render_is_refused_by_its_name_and_its_
     ],
 )
 def test_a_message_that_cannot_be_learned_as_it_is_is_refused_by_name(messages, said):
-    assert said in message_of(chats.read_chat, {"messages": messages})
+    assert said in catch_message(chats.read_conversation_example, {"messages": messages})
 
 
 def test_a_call_or_a_result_that_the_template_drops_is_refused(tokenizer):
@@ -299,7 +301,7 @@ def test_a_call_or_a_result_that_the_template_drops_is_refused(tokenizer):
         reply("I add.", tool_calls=[call("add", a=2)]),
         {"role": "tool", "content": "3"},
     ]
-    assert "tool_calls" in message_of(
+    assert "tool_calls" in catch_message(
         chat_template.encode_chat, with_template(tokenizer, PLAIN), prompt
     )
     shown = PLAIN.replace(
@@ -307,7 +309,7 @@ def test_a_call_or_a_result_that_the_template_drops_is_refused(tokenizer):
     )
     chat_template.encode_chat(with_template(tokenizer, shown), prompt)
     silent = shown.replace("for m in messages", "for m in messages if m.role != 'tool'")
-    assert "message 3, of role tool" in message_of(
+    assert "message 3, of role tool" in catch_message(
         chat_template.encode_chat, with_template(tokenizer, silent), prompt
     )
 
@@ -355,10 +357,10 @@ def turns(*pairs):
     ],
 )
 def test_every_layout_of_a_conversation_is_read_alike_to_learn_from_and_to_reward(row, roles):
-    talk = chats.read_chat(row)
+    talk = chats.read_conversation_example(row)
     messages = talk["prompt"] + talk["completion"]
     assert [message["role"] for message in messages] == roles and messages[-1] == reply("Ho")
-    example = data.read_prompt(row)
+    example = data.read_prompt_example(row)
     assert example["prompt"] == messages[:-1] and example["answer"] == "Ho"
 
 
@@ -368,7 +370,7 @@ def test_a_prompt_takes_calls_results_and_replies_without_content(tokenizer):
         reply(None, tool_calls=[call("add", a=2)]),
         {"role": "tool", "content": {"sum": 4}},
     ]
-    prompt = data.read_prompt({"prompt": asked, "answer": "4"})["prompt"]
+    prompt = data.read_prompt_example({"prompt": asked, "answer": "4"})["prompt"]
     assert prompt[1]["tool_calls"] == [call("add", a=2)] and prompt[2]["content"] == '{"sum": 4}'
     template = PLAIN.replace(
         "+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')"
@@ -380,7 +382,7 @@ def test_a_prompt_takes_calls_results_and_replies_without_content(tokenizer):
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "widget"])
 def test_a_part_that_is_no_text_is_refused_by_its_type(kind):
     prompt = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": kind}]}]
-    assert f"{kind!r}" in message_of(data.read_prompt, {"prompt": prompt})
+    assert f"{kind!r}" in catch_message(data.read_prompt_example, {"prompt": prompt})
 
 
 @pytest.mark.parametrize(
@@ -432,7 +434,7 @@ def test_alpaca_s_input_joins_the_prompt_where_no_other_column_takes_it(
 
 
 def settings_of(*words):
-    flags = given_settings(
+    flags = settings_from_flags(
         parse_flags(["--model", "demo", "--task", "own", "--eval-every", "0", *map(str, words)])
     )
     return sources.resolve_settings(flags, None, None, lambda name: (name, "asked"))[0]
@@ -484,16 +486,16 @@ def test_columns_that_no_conversation_takes_are_named(tmp_path):
         tmp_path / "a.jsonl",
         [{"prompt": f"{n}", "completion": "x", "reasoning": "y"} for n in range(4)],
     )
-    assert "reasoning" in chats.load_chats(path, None)[2][0]
+    assert "reasoning" in chats.load_conversations(path, None)[2][0]
 
 
 def test_a_prompt_beside_a_conversation_is_told_where_it_is_another(tmp_path):
     rows = [{"prompt": USER["content"], "messages": [USER, reply("Three.")]}] * 4
-    assert not chats.load_chats(write_log(tmp_path / "a.jsonl", rows), None)[2]
+    assert not chats.load_conversations(write_log(tmp_path / "a.jsonl", rows), None)[2]
     rows[0] = rows[0] | {"prompt": "What else?"}
     assert (
         "1 rows have a prompt"
-        in chats.load_chats(write_log(tmp_path / "b.jsonl", rows), None)[2][0]
+        in chats.load_conversations(write_log(tmp_path / "b.jsonl", rows), None)[2][0]
     )
 
 
@@ -519,7 +521,7 @@ def test_an_answer_of_several_texts_is_a_list_of_them(answer, read):
 
 @pytest.mark.parametrize("answer", [["A", "C"], [True], [["x"]], ["x", None], [{"a": 1}]])
 def test_a_list_that_may_mean_something_else_is_refused(answer):
-    assert f"answer {answer!r}" in message_of(data.read_answer, answer)
+    assert f"answer {answer!r}" in catch_message(data.read_answer, answer)
 
 
 def test_a_prompt_with_several_answers_and_a_list_in_a_text_are_told(tmp_path):
@@ -529,7 +531,7 @@ def test_a_prompt_with_several_answers_and_a_list_in_a_text_are_told(tmp_path):
         tmp_path / "a.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in rows]
     )
     data.load_data(path, notes=notes)
-    assert "NYC" in notes[0] and "1 prompts have several answers" in notes[1] and "'a'" in notes[1]
+    assert "NYC" in notes[0] and "different answers" in notes[1] and "'a'" in notes[1]
     notes.clear()
     rows = [{"prompt": "a", "answer": n, "system": f"by {n}"} for n in range(2)]
     data.load_data(write_log(tmp_path / "b.jsonl", rows), notes=notes)
@@ -545,16 +547,16 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 3\n"
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("rows.jsonl.txt", LINES.encode(), "name it .jsonl"),
-        ("rows.txt", b'[\n{"prompt": "a"}]', "name it .json"),
-        ("rows.txt", b"prompt,answer\na,1\n", "name it .csv"),
-        ("rows.json", LINES.encode(), "name it .jsonl"),
-        ("rows.csv", LINES.encode(), "name it .jsonl"),
-        ("rows.jsonl", b'{"prompt": "a",\n"answer": 1}', "one object over several lines"),
+        ("rows.jsonl.txt", LINES.encode(), ".jsonl"),
+        ("rows.txt", b'[\n{"prompt": "a"}]', ".json"),
+        ("rows.txt", b"prompt,answer\na,1\n", ".csv"),
+        ("rows.json", LINES.encode(), ".jsonl"),
+        ("rows.csv", LINES.encode(), ".jsonl"),
+        ("rows.jsonl", b'{"prompt": "a",\n"answer": 1}', "line 1: an object"),
         ("rows.txt", "Hello there\nWhat is it?\n".encode("utf-16-le"), "UTF-16"),
         ("rows.jsonl", LINES.encode("utf-16-be"), "UTF-16"),
         ("rows.csv", "prompt\na b\n".encode("utf-16"), "UTF-16"),
-        ("rows.txt", b"a\nb\0c\n", "line 2: a NUL"),
+        ("rows.txt", b"a\nb\0c\n", "NUL"),
         ("rows.jsonl", b'{"prompt": "a\\u0000b"}', "NUL"),
         ("rows.jsonl", POINTER, "git lfs pull"),
         ("rows.parquet", POINTER, "git lfs pull"),
@@ -565,7 +567,7 @@ def test_a_file_that_is_something_else_than_its_name_says_is_refused_by_what_it_
     name, content, said, tmp_path
 ):
     (tmp_path / name).write_bytes(content)
-    text = message_of(data.load_data, str(tmp_path / name))
+    text = catch_message(data.load_data, str(tmp_path / name))
     assert said in text and name in text
 
 
@@ -586,13 +588,15 @@ def test_prompts_in_a_text_file_may_hold_braces_and_commas(tmp_path):
 def test_a_run_keeps_its_sides_when_its_data_grow(after, tmp_path):
     rows = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(after)]
     path = write_log(tmp_path / "a.jsonl", rows[:100])
-    train_before, held_out, _ = load_sides(path, None)
+    train_before, held_out, _ = load_training_and_held_out(path, None)
     tasks.record_held_out_keys(tmp_path, held_out)
     write_log(tmp_path / "a.jsonl", rows)
-    train_after, test, notes = load_sides(path, None, held_out_keys=tasks.read_held_out(tmp_path))
+    train_after, test, notes = load_training_and_held_out(
+        path, None, held_out_keys=tasks.read_held_out_keys(tmp_path)
+    )
     assert test == held_out and len(train_after) == after - 10
     assert {row["prompt"] for row in train_before} <= {row["prompt"] for row in train_after}
-    fresh = load_sides(path, None)[1]
+    fresh = load_training_and_held_out(path, None)[1]
     assert ("keeps its 10 held-out prompts" in "".join(notes)) == (fresh != held_out)
 
 

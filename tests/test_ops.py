@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import QWEN3, YARN, normal
+from conftest import QWEN3, YARN, draw_normal
 
 from disk import hub
 from layers import attention, ops
@@ -85,7 +85,7 @@ def exp(request, monkeypatch):
     """Both forms on a CPU, whatever the size."""
     if request.param == "power":
         return cpu.exp
-    if not cpu.has_compiler():
+    if not cpu.can_compile_loops():
         pytest.skip("there is no g++: apt-get install g++")
     monkeypatch.setattr(cpu, "MIN_COMPILED_SIZE", 0)
     return gpu.without_gradients()(cpu.exp)
@@ -110,14 +110,14 @@ def test_the_expression_of_exp_is_right_to_three_roundings():
 
 
 def test_exp_of_any_shape_and_layout_and_of_each_row_by_itself_is_the_same(exp):
-    x = normal(6, 5)
+    x = draw_normal(6, 5)
     for view in (x, x.T, x[::2, 1::2], mx.broadcast_to(x[:1], (4, 5)), x[0, 0], mx.zeros((3, 0))):
         np.testing.assert_allclose(np.array(exp(view)), np.exp(np.array(view)), rtol=2e-6)
     np.testing.assert_allclose(np.array(mx.vmap(exp)(x)), np.exp(np.array(x)), rtol=2e-6)
 
 
 def test_the_gradient_of_exp_is_that_of_mlx_and_takes_the_shift_as_fixed():
-    x, factor = normal(400, 33, scale=5), normal(400, 33)
+    x, factor = draw_normal(400, 33, scale=5), draw_normal(400, 33)
     ours = mx.grad(lambda x: (cpu.exp(2 * x, x.max(-1, keepdims=True)) * factor).sum())(x)
     theirs = mx.grad(
         lambda x: (mx.exp(2 * x - mx.stop_gradient(x.max(-1, keepdims=True))) * factor).sum()
@@ -127,10 +127,10 @@ def test_the_gradient_of_exp_is_that_of_mlx_and_takes_the_shift_as_fixed():
 
 
 def test_without_a_compiler_exp_is_a_power_of_two(monkeypatch):
-    monkeypatch.setattr(cpu, "has_compiler", cpu.has_compiler.__wrapped__)
+    monkeypatch.setattr(cpu, "can_compile_loops", cpu.can_compile_loops.__wrapped__)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(cpu, "compile_exp", lambda _: pytest.fail("compiled"))
-    x = normal(cpu.MIN_COMPILED_SIZE)
+    x = draw_normal(cpu.MIN_COMPILED_SIZE)
     assert mx.array_equal(gpu.without_gradients()(cpu.exp)(x), mx.power(2.0, x * cpu.LOG2_E))
 
 
@@ -141,7 +141,10 @@ def plain_swiglu(gate_up: mx.array) -> mx.array:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_swiglu_and_its_gradient_are_to_the_bit_those_of_the_plain_expression(dtype):
-    gate_up, d_out = normal(300, 500, scale=8).astype(dtype), normal(300, 250).astype(dtype)
+    gate_up, d_out = (
+        draw_normal(300, 500, scale=8).astype(dtype),
+        draw_normal(300, 250).astype(dtype),
+    )
     ours, plain = (mx.vjp(form, [gate_up], [d_out]) for form in (ops.swiglu, plain_swiglu))
     assert all(
         mx.array_equal(*both)
@@ -189,9 +192,9 @@ def test_attention_equals_the_formula_and_that_of_mlx_in_value_and_gradient(
     heads, kv_heads, length, num_keys, mask
 ):
     q, k, v = (
-        normal(2, heads, length, 8),
-        normal(2, kv_heads, num_keys, 8),
-        normal(2, kv_heads, num_keys, 8),
+        draw_normal(2, heads, length, 8),
+        draw_normal(2, kv_heads, num_keys, 8),
+        draw_normal(2, kv_heads, num_keys, 8),
     )
     visible = np.ones((2, length, num_keys), bool)
     if mask == "causal":
@@ -208,7 +211,7 @@ def test_attention_equals_the_formula_and_that_of_mlx_in_value_and_gradient(
         )
         np.testing.assert_allclose(np.array(ours[row]), expected, atol=2e-6)
 
-    weight = normal(*ours.shape)
+    weight = draw_normal(*ours.shape)
 
     def mlx_own(q, k, v):
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=8**-0.5, mask=given_mask)
@@ -225,7 +228,7 @@ def test_attention_equals_the_formula_and_that_of_mlx_in_value_and_gradient(
 
 
 def test_a_query_that_sees_nothing_gives_neither_nan_nor_a_gradient_of_nan():
-    q, k, v = normal(1, 2, 2, 8), normal(1, 2, 3, 8), normal(1, 2, 3, 8)
+    q, k, v = draw_normal(1, 2, 2, 8), draw_normal(1, 2, 3, 8), draw_normal(1, 2, 3, 8)
     mask = mx.array([[[[False, False, False], [True, True, False]]]])
     assert mx.isfinite(attention.attention_ref(q, k, v, mask)).all().item()
     for gradient in mx.grad(
@@ -255,7 +258,7 @@ def test_attention_on_a_gpu_takes_mlxs_kernel_and_never_its_gradient(length, mon
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     monkeypatch.setattr(kernels.Op, "can_run", lambda *_: False)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
-    queries, keys = normal(2, 4, length, 64), normal(2, 2, length, 64)
+    queries, keys = draw_normal(2, 4, length, 64), draw_normal(2, 2, length, 64)
     gradient = mx.grad(lambda x: attention.attention(x, keys, keys, "causal").square().sum())(
         queries
     )

@@ -44,7 +44,11 @@ def no_work(golden, monkeypatch):
     def work(*_, **__):
         pytest.fail("the work has begun")
 
-    for module, name in ((export, "fuse"), (export, "export_peft"), (export, "export_gguf")):
+    for module, name in (
+        (export, "write_merged_model"),
+        (export, "write_peft_adapter"),
+        (export, "write_gguf_and_modelfile"),
+    ):
         monkeypatch.setattr(module, name, work)
     monkeypatch.setattr(evaluate, "evaluate_task", work)
     monkeypatch.setattr(report.page, "write_page", work)
@@ -127,7 +131,9 @@ def test_the_least_that_is_written_is_never_more_than_what_is_written(golden, tm
         out = tmp_path / words[-1]
         export.main([*words, "--run", str(run), "--out", str(out)])
         size = sum(path.stat().st_size for path in out.iterdir())
-        least = export.least_bytes("demo", str(run), words[1] if len(words) > 1 else None, bits)
+        least = export.least_bytes_to_write(
+            "demo", str(run), words[1] if len(words) > 1 else None, bits
+        )
         assert size / 3 < least <= size
 
 
@@ -139,8 +145,8 @@ def test_an_error_about_another_file_is_not_one_about_out(tmp_path):
         "model/a": False,
         "newer": False,
     }.items():
-        assert export.is_in(tmp_path / path, tmp_path / "new") == is_out
-    assert not export.is_in("/etc/passwd", tmp_path / "new")
+        assert export.is_in_out_or_scratch(tmp_path / path, tmp_path / "new") == is_out
+    assert not export.is_in_out_or_scratch("/etc/passwd", tmp_path / "new")
 
 
 # ---- files
@@ -197,11 +203,13 @@ def saved_state(run):
 
 
 WRITERS = {
-    "rows.jsonl": lambda path: data.cache_rows([{"prompt": "x" * 1000}]),
+    "rows.jsonl": lambda path: data.write_rows_to_cache_file([{"prompt": "x" * 1000}]),
     "metrics.jsonl": lambda path: run_files.JsonLines(path).write({"step": 1, "text": "x" * 1000}),
     "page.html": lambda path: run_files.replace_text(path, "x" * 1000),
     "state.json": lambda path: checkpoint.write_synced_json(path, {"text": "x" * 1000}),
-    "adapter_config.json": lambda path: checkpoint.publish(path.parent, saved_state(path.parent)),
+    "adapter_config.json": lambda path: checkpoint.copy_adapter_into_run_dir(
+        path.parent, saved_state(path.parent)
+    ),
 }
 
 
@@ -213,27 +221,27 @@ def test_a_write_that_the_disk_does_not_take_names_its_file(name, tmp_path, monk
     assert failed.value.errno == errno.EFBIG and str(failed.value.filename).startswith(
         str(tmp_path)
     )
-    assert str(tmp_path) in flags.line_of(failed.value)
+    assert str(tmp_path) in flags.message_with_advice(failed.value)
 
 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "/a/b"), ["/a/b", "make room"]),
-        (OSError(errno.EACCES, "Permission denied", "/a/b"), ["/a/b", "rights"]),
+        (OSError(errno.EACCES, "Permission denied", "/a/b"), ["/a/b", "permissions"]),
         (OSError(errno.EXDEV, "Invalid cross-device link", "/a/b", None, "/c/d"), ["/c/d"]),
         (OSError("said by us"), ["said by us"]),
         (ValueError("a mistake"), ["a mistake"]),
     ],
 )
 def test_the_line_of_an_error_has_its_path_and_what_to_do(error, words):
-    line = flags.line_of(error)
+    line = flags.message_with_advice(error)
     assert all(word in line for word in words) and "Errno" not in line
 
 
 def test_a_name_that_an_error_has_is_kept():
     def write():
-        with flags.names_path("/outer"):
+        with flags.add_path_to_os_errors("/outer"):
             raise OSError(errno.ENOSPC, "No space left on device", "/inner")
 
     with pytest.raises(OSError, match="/inner"):
@@ -242,7 +250,7 @@ def test_a_name_that_an_error_has_is_kept():
 
 def test_an_exception_of_a_rust_library_that_ends_in_an_os_error_names_its_file():
     def write(message):
-        with flags.names_path("/outer"):
+        with flags.add_path_to_os_errors("/outer"):
             raise Exception(message)
 
     with pytest.raises(OSError) as failed:

@@ -9,7 +9,7 @@ import datasets
 import pyarrow
 import pytest
 import yaml
-from conftest import ROOT, message_of, read_log, write_log
+from conftest import ROOT, catch_message, read_log, write_log
 
 import evaluate
 import export
@@ -19,19 +19,19 @@ import trainer
 from disk import hub, places
 from evaluation import policy
 from prompts import chats, data
-from prompts.examples import prompt_text
-from prompts.held_out import load_sides
+from prompts.examples import last_user_text
+from prompts.held_out import load_training_and_held_out
 from rewards import audit, built_in, rewards
 from run import SftRun
 from settings import checks, sources
-from settings.sources import given_settings, make_paths_absolute, parse_flags
+from settings.sources import make_paths_absolute, parse_flags, settings_from_flags
 from text.documents import load_yaml
 
 SUMS = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(30)]
 
 
 def settings(*words, recipe=None):
-    flags = given_settings(parse_flags(["--model", "demo", *map(str, words)]))
+    flags = settings_from_flags(parse_flags(["--model", "demo", *map(str, words)]))
     return sources.resolve_settings(flags, recipe, None, lambda name: (name, "asked"))
 
 
@@ -56,8 +56,8 @@ def test_the_same_records_and_answers_as_texts_come_out_of_every_kind_of_file(tm
         ("sheet.csv", sheet),
     ):
         (tmp_path / f"data.{ending}").write_bytes(text.encode())
-    held = datasets.Dataset.from_list(TABLE)
-    held.to_parquet(tmp_path / "data.parquet")
+    dataset = datasets.Dataset.from_list(TABLE)
+    dataset.to_parquet(tmp_path / "data.parquet")
     table = pyarrow.Table.from_pylist(TABLE)
     for name, make in (
         ("file.arrow", pyarrow.ipc.new_file),
@@ -65,7 +65,7 @@ def test_the_same_records_and_answers_as_texts_come_out_of_every_kind_of_file(tm
     ):
         with make(str(tmp_path / name), table.schema) as writer:
             writer.write_table(table)
-    held.save_to_disk(tmp_path / "saved")
+    dataset.save_to_disk(tmp_path / "saved")
     for path in tmp_path.iterdir():
         assert data.load_data(str(path)) == [
             row | {"answer": str(row["answer"])} for row in TABLE
@@ -85,12 +85,12 @@ def test_numbers_and_truths_become_texts_and_what_is_missing_stays_so(tmp_path, 
 
 def test_an_answer_that_is_a_list_of_other_things_is_refused_and_may_bear_another_name(tmp_path):
     path = write_log(tmp_path / "data.jsonl", [{"prompt": "?", "answer": [{"a": 1}]}])
-    assert "line 1: answer [{'a': 1}] is a list" in message_of(data.load_data, path)
+    assert "line 1: answer [{'a': 1}] is a list" in catch_message(data.load_data, path)
     assert data.load_data(path, "answers=answer") == [{"prompt": "?", "answers": [{"a": 1}]}]
     path = write_log(
         tmp_path / "data.jsonl", [{"system": "s", "answer": "a", "id": "x", "question": "?"}]
     )
-    assert message_of(data.load_data, path).endswith("--columns prompt=question")
+    assert catch_message(data.load_data, path).endswith("--columns prompt=question")
 
 
 def test_rewards_find_a_renamed_column_by_both_names_but_not_one_that_means_something(tmp_path):
@@ -111,20 +111,20 @@ def test_splits_that_datasets_saved_are_the_sides_of_a_task_and_each_can_be_name
     }
     datasets.DatasetDict(rows).save_to_disk(tmp_path / "both")
     task = task_of("--data", tmp_path / "both")
-    assert [[one["prompt"] for one in side] for side in (task.train, task.held_out)] == [
+    assert [[example["prompt"] for example in side] for side in (task.train, task.held_out)] == [
         ["train"],
         ["test"],
     ]
-    assert [one["prompt"] for one in data.load_data(f"{tmp_path}/both:test")] == ["test"]
-    assert "did you mean 'test'?: " in message_of(data.load_data, f"{tmp_path}/both:tset")
+    assert [example["prompt"] for example in data.load_data(f"{tmp_path}/both:test")] == ["test"]
+    assert "did you mean 'test'?: " in catch_message(data.load_data, f"{tmp_path}/both:tset")
     datasets.DatasetDict({"train_sft": rows["train"], "test_sft": rows["test"]}).save_to_disk(
         tmp_path / "odd"
     )
-    assert f"name one, as {tmp_path}/odd:train_sft" in message_of(data.load_data, f"{tmp_path}/odd")
+    assert f"{tmp_path}/odd:train_sft" in catch_message(data.load_data, f"{tmp_path}/odd")
     rows["train"].save_to_disk(tmp_path / "one")
     assert data.load_data(f"{tmp_path}/one:train") == data.load_data(f"{tmp_path}/one")
-    assert "has the splits train; name one" in message_of(data.load_data, f"{tmp_path}/one:test")
-    assert "is a directory that datasets did not save" in message_of(data.load_data, str(tmp_path))
+    assert "has the splits train" in catch_message(data.load_data, f"{tmp_path}/one:test")
+    assert "is a directory" in catch_message(data.load_data, str(tmp_path))
 
 
 def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
@@ -143,7 +143,8 @@ def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
         )  # what is held out is not trained on
     alone = task_of("--data", train_file)  # whose name has a comma
     assert (len(alone.train), len(alone.held_out)) == (27, 3)
-    assert "goes with --data FILE" in message_of(settings, "--eval-data", test_file)
+    message = catch_message(settings, "--eval-data", test_file)
+    assert f"--eval-data {test_file} needs --data FILE" in message
     sums = write_log(tmp_path / "sums.jsonl", SUMS)
     for recipe, *words in (
         ["data: sums.jsonl", "--eval-data", test_file],
@@ -154,7 +155,7 @@ def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
     ):
         (tmp_path / "mine.yaml").write_text(recipe)
         assert settings(*words, recipe=tmp_path / "mine.yaml")[0].data.path == f"{sums},{test_file}"
-    rows = trainer.settings_from_arguments({"data": SUMS, "eval_data": SUMS[:3]})
+    rows = trainer.flag_values_from_arguments({"data": SUMS, "eval_data": SUMS[:3]})
     assert len(tasks.make_task(checks.check_settings({"task": "own"} | rows)).held_out) == 3
 
 
@@ -170,18 +171,18 @@ def test_rows_that_the_verifier_cannot_reward_are_left_out_and_counted(tmp_path)
     path = write_log(tmp_path / "mine.jsonl", rows)
     task = task_of("--data", path)
     assert (len(task.train), len(task.held_out), task.metric) == (5, 3, "accuracy")
-    said = (
-        "data: 5 prompts to train on, 3 held out, 2 left out for want of an answer to compare with"
-    )
-    assert task.notes[0] == f"{said}; the reward is 1 x correct"
+    note = "data: 5 prompts to train on, 3 held out, 2 left out because their answers cannot be compared"
+    assert task.notes[0] == f"{note}; the reward is 1 x correct"
     assert task.notes[1].startswith(
-        "answers: 8 compared as numbers: values equal, units where both have one, as '1'"
+        "comparison: 8 answers such as '1' are compared as numbers (equal values, "
     )
     task = task_of("--data", path, "--reward", "length:9")
     assert (len(task.train), len(task.held_out)) == (6, 4)  # which that reward can do without
     assert (
         task.verifier(
-            prompts=[], completions=["9"] * 4, answer=[one["answer"] for one in task.held_out]
+            prompts=[],
+            completions=["9"] * 4,
+            answer=[example["answer"] for example in task.held_out],
         )[1]
         is None
     )
@@ -189,19 +190,16 @@ def test_rows_that_the_verifier_cannot_reward_are_left_out_and_counted(tmp_path)
 
 def test_data_without_answers_needs_a_reward_and_its_evaluations_show_that_alone(tmp_path):
     path = write_log(tmp_path / "mine.jsonl", [{"prompt": row["prompt"]} for row in SUMS])
-    assert f"--data {path} has no answer to compare with" in message_of(task_of, "--data", path)
+    assert f"--data {path} has no answer to compare with" in catch_message(task_of, "--data", path)
     task = task_of("--data", path, "--reward", "length:9")
     assert (task.metric, task.verifier, task.reward_weights) == ("score", None, {"length": 1.0})
-    assert task.notes[1] == "answers: none to compare with"
+    assert task.notes[1] == "comparison: there are no answers to compare with"
     rows = [row | {"answer": "It depends on this and on that, as always."} for row in SUMS]
     prose = write_log(tmp_path / "prose.jsonl", rows)
-    assert "only prose, as 'It depends on this and on that, as always.'" in message_of(
+    assert "only prose such as 'It depends on this and on that, as always.'" in catch_message(
         task_of, "--data", prose
     )
-    assert (
-        "30 not compared, because they are prose, as 'It d"
-        in task_of("--data", prose, "--reward", "length:9").notes[1]
-    )
+    assert "30 answers such as 'It d" in task_of("--data", prose, "--reward", "length:9").notes[1]
     judged = task_of("--data", path, "--rubric", ROOT / "data" / "demo_rubric.yaml")
     assert judged.reward_weights == {"rubric": 1.0} and not judged.rewards
 
@@ -212,23 +210,22 @@ def test_the_verifier_that_is_taken_is_told_with_an_example_and_another_may_be_n
     ]
     data = ["--data", write_log(tmp_path / "mine.jsonl", rows)]
     task = task_of(*data)
-    assert task.notes[1].startswith(
-        "answers: 4 compared as JSON: keys and values equal, order and spaces free, as '{"
-    )
+    assert task.notes[1].startswith("comparison: 4 answers such as '{")
     asked = {"prompts": ["?"] * 2, "completions": ['{"priority": 3, "label": "bug"}', "3"]}
     assert (
         task.verifier(answer=[rows[3]["answer"]] * 2, **asked) == [1, 0]
         and task.rewards["correct"] is task.verifier
     )
-    assert "4 compared as texts" in task_of(*data, "--verifier", "exact").notes[1]
-    assert 'cannot compare with the answer \'{"label"' in message_of(
+    assert "are compared as texts" in task_of(*data, "--verifier", "exact").notes[1]
+    assert '--verifier number does not fit the answer \'{"label"' in catch_message(
         task_of, *data, "--verifier", "number"
     )
-    assert "did you mean 'json'?; or one of auto, json" in message_of(
-        task_of, *data, "--verifier", "jsn"
+    assert (
+        "or one of auto, json, number, choice, math, exact, marked, did you mean 'json'?"
+        in catch_message(task_of, *data, "--verifier", "jsn")
     )
-    said = message_of(task_of, "--task", "demo", "--verifier", "json")
-    assert "--verifier json compares with the answers of your own" in said
+    message = catch_message(task_of, "--task", "demo", "--verifier", "json")
+    assert "--verifier is json, but --task demo has a verifier of its own" in message
     (tmp_path / "mine.py").write_text(
         "def bug(completions, **_): return [float('bug' in one) for one in completions]"
     )
@@ -242,7 +239,7 @@ def test_the_verifier_that_is_taken_is_told_with_an_example_and_another_may_be_n
     assert (task.metric, task.reward_weights) == ("score", {"exact": 0, "length": 1})
     assert task.rewards["exact"](prompts=[], completions=["Lots."], answer=["lots"]) == [1]
     assert (
-        "a metric beside your reward; --verifier exact, or FILE.py:fn of your own, makes"
+        "only a metric, because you have a reward of your own; to make it the accuracy"
         in task.notes[1]
     )
     assert task_of(*data, "--reward", "length:9", "--verifier", "auto").metric == "accuracy"
@@ -250,27 +247,29 @@ def test_the_verifier_that_is_taken_is_told_with_an_example_and_another_may_be_n
 
 def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
     path = write_log(tmp_path / "mine.jsonl", SUMS)
-    got, said = settings("--data", path, "--batch", 3)
+    config, line = settings("--data", path, "--batch", 3)
     flags = "--batch 3 --groups 8 --steps 60 --max-tokens 24 --learning-rate 0.004"
     flags += " --eval-every 20 --save-every 20"
-    assert got.data.task == "own" and said.endswith(f"task: own, by recipes/demo.yaml: {flags}")
-    got, said = settings("--model", "Qwen/Qwen3-0.6B", "--data", path, "--batch", 3)
+    assert config.data.task == "own" and line.endswith(
+        f"task: own, with recipes/demo.yaml: {flags}"
+    )
+    config, line = settings("--model", "Qwen/Qwen3-0.6B", "--data", path, "--batch", 3)
     recipe = load_yaml(ROOT / "recipes" / "own.yaml", "")
-    assert got.sampling.batch == 3 and got.optimizer.learning_rate == recipe["learning_rate"]
-    assert "--batch 3 --groups 8 --max-tokens 256 --steps 100 --learning-rate 5e-05" in said
+    assert config.sampling.batch == 3 and config.optimizer.learning_rate == recipe["learning_rate"]
+    assert "--batch 3 --groups 8 --max-tokens 256 --steps 100 --learning-rate 5e-05" in line
     low = "low for this model: recipes/own.yaml has 5e-05"
-    said = settings("--model", "Qwen/Qwen3-0.6B", "--data", path, "--learning-rate", "1e-6")[1]
-    assert said.endswith(f" 1e-06 is {low}")
+    line = settings("--model", "Qwen/Qwen3-0.6B", "--data", path, "--learning-rate", "1e-6")[1]
+    assert line.endswith(f" 1e-06 is {low}")
     assert settings("--data", path, "--task", "demo")[0].data.task == "demo"
-    got, said = settings("--data", path, "--loss-type", "sft")
+    config, line = settings("--data", path, "--loss-type", "sft")
     flags = "--batch 8 --steps 60 --learning-rate 0.004 --eval-every 20 --save-every 20"
-    assert got.data.task == "own" and said.endswith(
-        f"; replies: {path}; task: own, by recipes/demo.yaml: {flags}"
+    assert config.data.task == "own" and line.endswith(
+        f"; replies: {path}; task: own, with recipes/demo.yaml: {flags}"
     )
     for model, rate in (("smollm2", 4e-4), ("demo:tools", 4e-3), ("Qwen/Qwen3-0.6B", 5e-5)):
-        got, _ = settings("--model", model, "--data", path, "--loss-type", "sft")
-        assert got.optimizer.learning_rate == rate
-    assert "give it with --data FILE" in message_of(task_of, "--task", "own")
+        config, _ = settings("--model", model, "--data", path, "--loss-type", "sft")
+        assert config.optimizer.learning_rate == rate
+    assert "name the data with --data FILE" in catch_message(task_of, "--task", "own")
 
 
 def test_a_text_file_has_a_prompt_a_line_and_a_file_several_rewards(tmp_path):
@@ -282,7 +281,7 @@ def test_a_text_file_has_a_prompt_a_line_and_a_file_several_rewards(tmp_path):
     task = task_of(
         "--data", tmp_path / "mine.txt", "--reward", f"{tmp_path}/mine.py:one,two", "length:9"
     )
-    assert {one["prompt"] for one in task.train + task.held_out} == {
+    assert {example["prompt"] for example in task.train + task.held_out} == {
         "Say hello.",
         "Say goodbye, and\tmean it.",
     }
@@ -357,19 +356,19 @@ def test_a_reward_meets_the_answers_of_all_rows_and_the_row_it_fails_on_is_named
         "    return [float(int(right) > 3) for right in answer]"
     )
     name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
-    assert audit.try_reward(name, reward, rows) == 200 and reward.fn.__globals__["calls"] == [
+    assert audit.try_own_answers(name, reward, rows) == 200 and reward.fn.__globals__["calls"] == [
         64,
         64,
         64,
         8,
     ]
     rows[150]["answer"] = "n/a"
-    said = message_of(audit.try_reward, name, reward, rows)
+    message = catch_message(audit.try_own_answers, name, reward, rows)
+    assert f"at {tmp_path}/mine.py:4; the row has the prompt '150?' and the answer 'n/a'" in message
     assert (
-        f"at {tmp_path}/mine.py:4; that is the row with the prompt '150?' and the answer 'n/a'"
-        in said
+        audit.try_own_answers(name, built_in.make_built_in_reward("length:9"), [{"prompt": "a"}])
+        == 1
     )
-    assert audit.try_reward(name, built_in.make_built_in("length:9"), [{"prompt": "a"}]) == 1
 
 
 # ---- files from any directory
@@ -381,22 +380,22 @@ def test_files_are_kept_by_absolute_paths_and_names_as_they_are(tmp_path, monkey
         (tmp_path / name).touch()
     for name in ("demo", "model", "saved", "owner"):
         (tmp_path / name).mkdir()
-    asked = {
+    given = {
         "data": "mine.jsonl,test.jsonl",
         "reward": ["mine.py:fn", "length:200", "math_verify"],
         "rubric": "r.yaml",
     }
-    asked |= {"model": "demo", "judge_model": "model", "teacher": "self"}
-    asked |= {"loss_type": "mine.py:loss", "advantage": "group"}
-    found = make_paths_absolute(asked)
-    assert found == asked | {
+    given |= {"model": "demo", "judge_model": "model", "teacher": "self"}
+    given |= {"loss_type": "mine.py:loss", "advantage": "group"}
+    absolute = make_paths_absolute(given)
+    assert absolute == given | {
         "data": f"{tmp_path}/mine.jsonl,{tmp_path}/test.jsonl",
         "reward": [f"{tmp_path}/mine.py:fn", "length:200", "math_verify"],
         "rubric": f"{tmp_path}/r.yaml",
         "judge_model": f"{tmp_path}/model",
         "loss_type": f"{tmp_path}/mine.py:loss",
     }
-    assert make_paths_absolute(found) == found
+    assert make_paths_absolute(absolute) == absolute
     served = {"judge_model": "model", "judge_url": "http://127.0.0.1:1/v1"}
     assert make_paths_absolute(served) == served  # a server's own name for it
     for path in ("owner/name:main:train,owner/name:main:test", "missing.jsonl", "demo:rg"):
@@ -452,7 +451,7 @@ def test_a_run_resumes_evaluates_and_repeats_from_any_directory(tmp_path, monkey
     (home / "mine.jsonl").rename(home / "moved.jsonl")
     with pytest.raises(SystemExit):
         train.main(["--resume", str(home / "run"), "--steps", "3"])
-    assert f"--data {home}/mine.jsonl is no longer there" in capsys.readouterr().err
+    assert f"--data {home}/mine.jsonl, which is no longer there" in capsys.readouterr().err
     settings = yaml.safe_load((home / "run" / "config.yaml").read_text())
     (home / "run" / "config.yaml").write_text(
         yaml.safe_dump(settings | {"data": str(home / "moved.jsonl")})
@@ -499,9 +498,10 @@ def test_a_run_in_a_project_folder_that_moved_goes_on_and_says_where_it_takes_ea
     moved, capsys
 ):
     train.main(["--resume", "runs/x", "--steps", "2"])
-    said = capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines()
     for name in ("mine.jsonl", "mine.py", "mine.yaml", "model"):
-        assert said.count(f"taken from {moved}/{name}\n") == 1
+        (line,) = [line for line in lines if f"/project/{name} no longer exists; " in line]
+        assert f"; {moved}/{name}, which is identical" in line
     assert len(read_log(moved / "runs" / "x" / "metrics.jsonl")) == 2
     assert (
         str(moved / "mine.jsonl")
@@ -509,7 +509,7 @@ def test_a_run_in_a_project_folder_that_moved_goes_on_and_says_where_it_takes_ea
     )
     places.print_once.cache_clear()
     train.main(["--resume", "runs/x", "--steps", "3"])
-    assert "no longer there" not in capsys.readouterr().err
+    assert "no longer exists" not in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -518,7 +518,8 @@ def test_a_moved_run_is_evaluated_repeated_and_fused_from_any_directory(
 ):
     monkeypatch.chdir(tmp_path)
     evaluate.main(["--run", "moved/runs/x", "--limit", "2"])
-    assert f"taken from {moved}/mine.jsonl" in capsys.readouterr().err
+    messages = capsys.readouterr().err
+    assert f"/project/mine.jsonl no longer exists; {moved}/mine.jsonl, which" in messages
     train.main(["--config", "moved/runs/x/config.yaml", "--run-dir", "again"])
     record = read_log(tmp_path / "again" / "metrics.jsonl")[0]
     before = read_log(moved / "runs" / "x" / "metrics.jsonl")[0]
@@ -559,11 +560,11 @@ def test_a_file_s_place_is_the_same_from_the_working_directory_where_the_run_alo
     moved, tmp_path
 ):
     run = (moved / "runs" / "x").rename(tmp_path / "alone")
-    assert places.find_moves(run)[json_key(run, "mine.jsonl")] == str(moved / "mine.jsonl")
+    assert places.find_moved_paths(run)[json_key(run, "mine.jsonl")] == str(moved / "mine.jsonl")
 
 
 def json_key(run, name):
-    return next(path for path in places.read_record(run)["files"] if path.endswith(f"/{name}"))
+    return next(path for path in places.read_path_record(run)["files"] if path.endswith(f"/{name}"))
 
 
 # ---- judges
@@ -580,13 +581,13 @@ def test_a_bundled_judge_is_warned_of_where_it_has_not_learned_the_criteria(tmp_
     def noise(*words):
         return [note for note in task_of(*words).notes if "are noise" in note]
 
-    (said,) = noise(*data, *mine)
+    (warning,) = noise(*data, *mine)
     assert (
-        "the judge demo has learned only the criteria of data/demo_rubric.yaml: its scores of kind are noise"
-        in said
+        "the judge demo has learned only the criteria of data/demo_rubric.yaml, so its scores for kind are noise"
+        in warning
     )
-    (said,) = noise(*data, *demos, "--judge-model", "demo:rg")
-    assert "no criteria: its scores of correct, working, sentence are" in said
+    (warning,) = noise(*data, *demos, "--judge-model", "demo:rg")
+    assert "no criteria, so its scores for correct, working, sentence are" in warning
     assert "wondering" in noise("--task", "values")[0]  # the witness too
     assert not noise(*data, *demos) and not noise("--task", "demo")
     assert not noise(*data, *mine, "--judge-model", "Qwen/Qwen3-4B")
@@ -613,9 +614,11 @@ def test_replies_and_rewards_hold_out_the_same_prompts_of_a_file(tmp_path):
         write_log(tmp_path / f"{name}.jsonl", part) for name, part in (("a", rows), ("b", asked))
     ]
     sides = [
-        load_sides(path, None, None, *read)[1] for path in paths for read in ([], [chats.read_chat])
+        load_training_and_held_out(path, None, None, *read)[1]
+        for path in paths
+        for read in ([], [chats.read_conversation_example])
     ]
-    held_out = [{prompt_text(one["prompt"]) for one in side} for side in sides]
+    held_out = [{last_user_text(example["prompt"]) for example in side} for side in sides]
     assert len(held_out[0]) == 3 and held_out == held_out[:1] * 4
 
 
@@ -625,5 +628,8 @@ def test_a_run_that_was_tuned_on_replies_is_evaluated_on_data_as_own(tmp_path):
     )
     words = ["--loss-type", "sft", "--data", rows, "--task", "demo"]
     (tmp_path / "config.yaml").write_text(sources.to_yaml(settings(*words)[0]))
-    assert policy.load_run_config(str(tmp_path), {}).data.task == "demo"
-    assert policy.load_run_config(str(tmp_path), {}, "problems.jsonl").data.task == "own"
+    assert policy.load_run_config_and_set_template_date(str(tmp_path), {}).data.task == "demo"
+    assert (
+        policy.load_run_config_and_set_template_date(str(tmp_path), {}, "problems.jsonl").data.task
+        == "own"
+    )

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import message_of
+from conftest import catch_message
 from small_run import make_run
 
 import train
@@ -90,8 +90,8 @@ def test_a_metric_may_give_no_number_and_a_reward_may_not_hide_behind_it():
     inputs = [{"prompt": "p"}] * 2, ["a", "b"], {}
     both = {"silent": silent, "counted": counted}
     rewards.call_rewards(both, *inputs, {"silent": 0.0, "counted": 1.0})
-    text = message_of(rewards.call_rewards, both, *inputs, {"silent": 1.0, "counted": 0.0})
-    assert "reward silent gave no number for any of 2 completions" in text
+    text = catch_message(rewards.call_rewards, both, *inputs, {"silent": 1.0, "counted": 0.0})
+    assert "reward silent returned None for all 2 completions" in text
 
 
 FUNCTIONS = [
@@ -105,7 +105,7 @@ FUNCTIONS = [
     [
         (
             lambda metric, extra: metric("x", float("nan")),
-            "raised ValueError: log_metric 'x' is nan; give a finite number, at",
+            "raised ValueError: log_metric got nan for 'x'; pass a finite number, at",
         ),
         (
             lambda metric, extra: metric("x", "many"),
@@ -113,7 +113,7 @@ FUNCTIONS = [
         ),
         (
             lambda metric, extra: extra("x", [1]),
-            "raised ValueError: log_extra 'x' has 1 values for 2 completions, at",
+            "raised ValueError: log_extra got 1 values for 'x'; pass 2, one for each completion, at",
         ),
     ],
 )
@@ -123,7 +123,7 @@ def test_what_cannot_be_logged_is_told_in_a_line(log, message):
         return [1.0] * len(completions)
 
     fn = rewards.UserReward("mine", user_reward)
-    assert message in message_of(
+    assert message in catch_message(
         rewards.call_rewards, {"mine": fn}, [{"prompt": "p"}] * 2, ["a", "b"], {}
     )
 
@@ -146,7 +146,7 @@ def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_mo
 
     def find_cheats(*weights):
         before = {n: make_answer(n / 10 // 0.7, n % 2, weights) for n in range(10)}
-        return answer_changes.problems_with_rewarded_mistakes(
+        return answer_changes.problems_answered_wrong_with_highest_reward(
             {0: before, 9: {n: make_answer(n / 10 // 0.4, 1.0, weights) for n in range(10)}}
         )
 
@@ -155,6 +155,7 @@ def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_mo
     rows = {n: make_answer(0, 1.0, (0.0, 1.0)) for n in range(4)} | {
         n: make_answer(0, 0.0, (0.0, 1.0)) for n in range(4, 10)
     }
-    assert answer_changes.problems_with_rewarded_mistakes({0: rows, 9: rows}) == (set(), set()), (
-        "training has not made it so"
-    )
+    assert answer_changes.problems_answered_wrong_with_highest_reward({0: rows, 9: rows}) == (
+        set(),
+        set(),
+    ), "training has not made it so"

@@ -8,16 +8,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import CONFIGS, ROOT, message_of, read_log, readable, write_checkpoint
+from conftest import CONFIGS, ROOT, catch_message, mark_readable, read_log, write_checkpoint
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
-from small_run import SMALL
+from small_run import SMALL_FLAGS
 from test_preflight import RUBRIC, demand_of, make_config
 
 import chat
 import gwen
 import preflight
 import train
-from config import Sizes
+from config import MemoryDependentSizes
 from disk import hub, model_choice
 from forecast import memory_estimate
 from judge import Judge
@@ -96,7 +96,7 @@ def test_on_a_gpu_a_judge_s_layers_stay_packed_where_parts_of_a_projection_are_a
 ):
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     monkeypatch.setattr(
-        gwen, "check_kernels", lambda _: None
+        gwen, "check_mlx_and_kernels", lambda _: None
     )  # which would be off from here on, in every test
     monkeypatch.setattr(hub, "load_tokenizer", lambda _: tokenizer)
     for directory, num in (
@@ -115,10 +115,10 @@ def test_a_judge_and_a_teacher_of_4_bits_say_what_they_do_at_16(few):
         hub.load_tokenizer(hub.DEMO),
         read_log(ROOT / "tests" / "judged_answers.jsonl")[:40],
     )
-    asked, said = [one[0] for one in answers], [one[1] for one in answers]
+    questions, replies = [pair[0] for pair in answers], [pair[1] for pair in answers]
     wide, packed = gwen.load_model(hub.DEMO), gwen.load_model(few)
     expected, scores = (
-        Judge(model, tokenizer, JUDGED).score(asked, said).scores.ravel()
+        Judge(model, tokenizer, JUDGED).score(questions, replies).scores.ravel()
         for model in (wide, packed)
     )
     assert np.corrcoef(expected, scores)[0, 1] > 0.99 and np.abs(expected - scores).mean() < 0.1
@@ -134,27 +134,28 @@ def test_a_judge_and_a_teacher_of_4_bits_say_what_they_do_at_16(few):
 
 
 def test_a_packed_judge_takes_the_memory_that_was_said(few, monkeypatch):
-    tokenizer, sizes = hub.load_tokenizer(hub.DEMO), Sizes(8, 1024, 0)
+    tokenizer, sizes = hub.load_tokenizer(hub.DEMO), MemoryDependentSizes(8, 1024, 0)
     gc.collect()
     before = mx.get_active_memory()
     model = gwen.load_model(few, mx.float32, packed=True)
     config = make_config(model="demo", judge_model=str(few), batch=8, groups=2, max_tokens=8)
     demand = demand_of(config, 100, model.config, mx.float32)._replace(rubric=RUBRIC)
-    judging = memory_estimate.estimate(demand, sizes).phases["judging"]
+    judging = memory_estimate.estimate_memory(demand, sizes).phases["judging"]
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "on_gpu", lambda: True)
-        weights = memory_estimate.frozen_bytes(str(few), model.config, mx.float32)
-    held = sum(array.nbytes for array in mx.load(str(few / "model.safetensors")).values())
+        weights = memory_estimate.frozen_weight_bytes(str(few), model.config, mx.float32)
+    stored_bytes = sum(array.nbytes for array in mx.load(str(few / "model.safetensors")).values())
     assert (
-        held
+        stored_bytes
         < weights
-        < 0.5 * memory_estimate.frozen_bytes("demo", model_choice.load_config("demo"), mx.float32)
+        < 0.5
+        * memory_estimate.frozen_weight_bytes("demo", model_choice.load_config("demo"), mx.float32)
     )
     mx.clear_cache()
     mx.reset_peak_memory()
     questions = [f"{number} " + "one " * 99 for number in range(8)]
     answers = [f"{number} " + "two " * 7 for number in range(16)]
-    readable(Judge(model, tokenizer, JUDGED)).score(
+    mark_readable(Judge(model, tokenizer, JUDGED)).score(
         [text for text in questions for _ in range(2)], answers
     )
     peak = mx.get_peak_memory() - before
@@ -162,10 +163,10 @@ def test_a_packed_judge_takes_the_memory_that_was_said(few, monkeypatch):
     assert 0.95 * peak < weights + judging < 1.3 * peak
 
 
-def test_commands_take_packed_models_but_to_train_them(few, tmp_path, refused, capsys):
-    line = f"error: --model {few} is quantized: train the checkpoint of 16 bits that it was made from; as --judge-model"
+def test_commands_take_packed_models_but_to_train_them(few, tmp_path, check_refusal, capsys):
+    pattern = f"^error: --model {few} is quantized .*16-bit.*--judge-model and --teacher"
     for main in (train.main, preflight.main):
-        refused(main, ["--model", few, "--task", "demo"], line)
+        check_refusal(main, ["--model", few, "--task", "demo"], pattern)
     chat.main(
         [
             "--model",
@@ -179,7 +180,7 @@ def test_commands_take_packed_models_but_to_train_them(few, tmp_path, refused, c
         ]
     )
     assert "three" in capsys.readouterr().out.lower()
-    flags = [*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir"]
+    flags = [*SMALL_FLAGS, "--steps", "1", "--eval-every", "0", "--run-dir"]
     train.main([*flags, str(tmp_path / "run"), "--judge-model", str(few)])
     train.main([*flags, str(tmp_path / "taught"), "--loss-type", "distill", "--teacher", str(few)])
     scores = read_log(tmp_path / "run" / "rollouts.jsonl")[0]["judge_scores"]
@@ -187,34 +188,36 @@ def test_commands_take_packed_models_but_to_train_them(few, tmp_path, refused, c
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("quantization", "message"),
     [
-        (None, "model.embed_tokens.biases has shape"),
+        (None, "model.embed_tokens.biases has the shape"),
         (
             {"group_size": 64, "bits": 4},
-            "not as model.embed_tokens is packed: [dequantize] Shape of scales",
+            "does not fit the weights of model.embed_tokens: [dequantize] Shape of scales",
         ),
         (
             {"group_size": "32", "bits": 4},
-            "not as model.embed_tokens is packed: dequantize(): incompatible",
+            "does not fit the weights of model.embed_tokens: dequantize(): incompatible",
         ),
         (
             {"group_size": 32, "bits": 4, "mode": "new"},
-            "is packed: [dequantize] Invalid quantization mode 'new'",
+            "the weights of model.embed_tokens: [dequantize] Invalid quantization mode 'new'",
         ),
         (
             {"group_size": 16, "bits": 8},
-            "model.embed_tokens.weight has shape (320, 32), config.json asks for (320, 64)",
+            "model.embed_tokens.weight has the shape (320, 32), but config.json asks for (320, 64)",
         ),
         ({"group_size": 32, "bits": 4, "lm_head": 7}, ""),
     ],
 )
-def test_a_packing_that_is_not_the_weights_is_one_line(bases, tmp_path, given, said):
+def test_a_packing_that_is_not_the_weights_is_one_line(bases, tmp_path, quantization, message):
     directory = pack(bases["qwen3"], tmp_path / "packed")
     path = directory / "config.json"
-    held = json.loads(path.read_text())
-    path.write_text(json.dumps(held | {"quantization": given, "quantization_config": given}))
-    if said:
-        assert said in message_of(gwen.load_model, directory)
+    config = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(config | {"quantization": quantization, "quantization_config": quantization})
+    )
+    if message:
+        assert message in catch_message(gwen.load_model, directory)
     else:
         assert gwen.load_model(directory)

@@ -9,10 +9,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import read_log, readable
+from conftest import mark_readable, read_log
 from mlx.utils import tree_flatten
-from small_run import advanced, make_run, of_rollout, resolve
 from small_run import make_config as small_config
+from small_run import make_run, resolve_settings, samples_from_rollout, set_advantages
 
 import grpo
 import gwen
@@ -23,7 +23,7 @@ import sampler
 import tasks
 import train
 import update
-from config import Sizes
+from config import MemoryDependentSizes
 from disk import hub, model_choice
 from forecast import memory_estimate, trial
 from judging import rubrics
@@ -43,7 +43,7 @@ def make_config(**flags):
         "groups": 4,
         "max_tokens": 48,
     } | flags
-    config, _ = resolve(chosen, None, None)
+    config, _ = resolve_settings(chosen, None, None)
     return config
 
 
@@ -60,7 +60,7 @@ def one_step(model, config, sizes, prompts):
     how = {"group_size": sampling.groups, "batch_size": sizes.rollout_batch_size}
     rollout = sampler.rollout(model, prompts, params, key=0, **how)
     rewards = np.arange(sampling.batch * sampling.groups).reshape(sampling.batch, -1) % 3.0
-    samples = advanced(of_rollout(prompts, rollout), grpo.group_advantages(rewards))
+    samples = set_advantages(samples_from_rollout(prompts, rollout), grpo.group_advantages(rewards))
     update.run_optimizer_steps(learner, make_batches(samples, sizes.train_token_budget), 1e-4)
 
 
@@ -99,7 +99,7 @@ def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_le
     )
     demand = demand_of(config, prompt_tokens, model.config, mx.float32)._replace(rubric=rubric)
     sizes = memory_estimate.choose_sizes(demand)
-    need = memory_estimate.estimate(demand, sizes)
+    need = memory_estimate.estimate_memory(demand, sizes)
     if config.model.lora_rank:
         lora.apply(
             model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets
@@ -109,7 +109,7 @@ def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_le
     mx.reset_peak_memory()
     one_step(model, config, sizes, prompts)
     if rubric:
-        grader = readable(
+        grader = mark_readable(
             judge.Judge(model, hub.load_tokenizer(hub.DEMO), rubrics.load_rubric(rubric))
         )
         questions = [
@@ -124,7 +124,7 @@ def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_le
     # the optimizer's state is gone by then
     phases = need.phases
     said = (
-        need.total
+        need.peak_bytes
         - need.resident["Python"]
         - (need.resident["optimizer"] if phases["judging"] > phases["update"] else 0)
     )
@@ -134,17 +134,17 @@ def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_le
 
 def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
     config = make_config(lora_rank=8)
-    model = gwen.random_model("random:2m", mx.float16)
+    model = gwen.make_random_model("random:2m", mx.float16)
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     lora.apply(model, 8, 2.0)
-    sizes = Sizes(8, 1024, 0)
+    sizes = MemoryDependentSizes(8, 1024, 0)
     learner = update.Learner(model, config, StepLoss(config, sizes))
-    need = memory_estimate.estimate(demand_of(config, 80, model.config), sizes)
+    need = memory_estimate.estimate_memory(demand_of(config, 80, model.config), sizes)
     assert need.resident["weights"] == held
     copies = [
         copy.nbytes
         for _, layer in lora.adapted_layers(model)
-        for copy in layer.rounded_matrices(mx.float16)
+        for copy in layer.cached_a_and_scaled_b(mx.float16)
     ]
     assert need.resident["adapters"] == sum(
         array.nbytes for array in learner.trainable.values()
@@ -159,8 +159,8 @@ def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
 
 def test_16_bit_weights_that_train_have_float32_masters():
     for dtype, expected in ((mx.float16, 4), (mx.float32, 0)):
-        need = memory_estimate.estimate(
-            demand_of(make_config(lora_rank=0), dtype=dtype), Sizes(8, 1024, 0)
+        need = memory_estimate.estimate_memory(
+            demand_of(make_config(lora_rank=0), dtype=dtype), MemoryDependentSizes(8, 1024, 0)
         )
         assert need.resident["masters"] == expected * need.resident["weights"] / dtype.size
 
@@ -176,7 +176,7 @@ def test_a_judge_that_only_evaluations_ask_is_counted(tmp_path, capsys):
     ]
     for flags, asked in ((witness, True), ([*witness, "--eval-every", "0"], False)):
         preflight.main(["--model", "demo", *flags])
-        for line in (make_run(tmp_path, *flags).memory, capsys.readouterr().out):
+        for line in (make_run(tmp_path, *flags).memory_line, capsys.readouterr().out):
             assert (" judge + " in line, " judging, " in line) == (asked, asked)
 
 
@@ -199,10 +199,10 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
     settled, demand = [], demand_of(make_config(batch=8, groups=8, max_tokens=256))
     for room in [size * GB for size in ((40, 4.7, 3, 2.5, 1) if on_gpu else (40, 8, 5, 4.5, 1))]:
         monkeypatch.setattr(memory_estimate, "LAPTOP", 1 if on_gpu else room)
-        monkeypatch.setattr(memory, "memory_size", lambda room=room: room if on_gpu else 1)
+        monkeypatch.setattr(memory, "usable_memory_bytes", lambda room=room: room if on_gpu else 1)
         sizes = memory_estimate.choose_sizes(demand)
         settled.append((sizes.train_token_budget, sizes.checkpoint_layers))
-        need = memory_estimate.estimate(demand, sizes)
+        need = memory_estimate.estimate_memory(demand, sizes)
         assert sum(need.resident.values()) + need.phases["update"] <= 0.9 * room or settled[-1] == (
             1024,
             28,
@@ -230,51 +230,51 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             {},
             HALF,
             {},
-            "go: 50% of the groups have a signal, and 25% are enough, even if the mean reward is low",
+            "go: the rewards differ in 50% of the groups, and 25% are enough, even if the mean reward is low",
         ),
         ({"sampling/signal_groups": 1}, HALF, {}, "go"),
         (
             {"completion/truncated_frac": 0.6},
             HALF,
             {},
-            "change: ask for shorter answers, take a warm start (docs/",
+            "change: ask for shorter answers, use a warm start (docs/",
         ),
         (
             {"sampling/signal_groups": 0},
             [0.0] * 4,
             {},
-            "change: every answer earns 0: take a warm start (docs/warm-start.md), a reward that tells answers apart",
+            "change: every answer gets the reward 0: use a warm start (docs/warm-start.md), a reward that",
         ),
         (
             {"sampling/signal_groups": 0},
             [1.0] * 4,
             {},
-            "change: every answer earns 1: take a reward that tells",
+            "change: every answer gets the reward 1: use a reward that",
         ),
         (
             {"sampling/signal_groups": 0, "completion/truncated_frac": 0.6},
             [0.0] * 9 + [1.0],
             {"max_tokens": 8},
             "change: ask for shorter answers, or raise --max-tokens above 8; "
-            "nearly all fail: take a warm start (docs/warm-start.md), easier prompts, or more --groups",
+            "nearly all answers fail: use a warm start (docs/warm-start.md), easier prompts, or more --groups",
         ),
         (
             {"sampling/signal_groups": 0},
             [1.0] * 9 + [0.0],
             {},
-            "change: nearly all succeed: take harder prompts",
+            "change: nearly all answers succeed: use harder prompts",
         ),
         (
             {"sampling/signal_groups": 0},
             HALF,
             {},
-            "change: answers to one prompt earn the same: try a higher --temp",
+            "change: most answers to the same prompt get the same reward: try a higher --temp",
         ),
         (
             {"judge/unparsed_frac": 1.0},
             HALF,
             {},
-            "change: 100% of the judge's scores cannot be read: take another",
+            "change: 100% of the judge's scores cannot be read: use another --judge-model",
         ),
         ({"judge/unparsed_frac": 0.1}, HALF, {}, "go"),
         ({"completion/degenerate_frac": 0.2}, HALF, {}, "change: set --reward-gate form"),
@@ -283,7 +283,7 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             {"sampling/signal_groups": 0},
             [0.0] * 4,
             {"reward_gate": "form"},
-            "change: 0% of the answers pass --reward-gate form: an answer is paid only if it ends before --max-tokens, has at",
+            "change: 0% of the answers pass --reward-gate form: an answer gets a reward only if it ends before --max-tokens, has at",
         ),
         (
             {"completion/degenerate_frac": 0.2, "answer": "a, b"},
@@ -295,7 +295,7 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             {"sampling/signal_groups": 0, "answer": "a, b"},
             HALF,
             {"reward_gate": "form"},
-            "; some right answers alone would earn nothing",
+            "; even some right answers would get no reward",
         ),
     ],
 )
@@ -310,13 +310,16 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
     steps = [
         TRIED | figures | {"step/s": seconds} for seconds in (9.0, 2.0, 3.1)
     ]  # the first one warms up
-    *shown, pace, said = trial.trial_verdict(
+    *shown, pace, said = trial.trial_report_lines(
         make_config(batch=4, steps=90, **flags), steps, answers
     )
     assert said.startswith(last) or (last[0] == ";" and last in said)
-    assert pace == "2.0 to 3.1 s a step, 90 in 3 min to 5 min without evaluations, 1.50 GB"
-    assert "mean 0.5, which training raises" in shown[-2] and "within a group 0.3: " in shown[-1]
-    assert "of 12 groups before training, within 28%; " in shown[-4] or figures
+    assert (
+        pace
+        == "2.0 to 3.1 s per step, 3 min to 5 min for 90 steps without evaluations, 1.50 GB of memory"
+    )
+    assert "mean reward, 0.5" in shown[-2] and "within a group is 0.3; " in shown[-1]
+    assert "in 12 groups before training, with an error of up to 28%; " in shown[-4] or figures
     assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> 'That.'"
 
 
@@ -326,12 +329,12 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
         (
             {},
             [0.0, 0.0],
-            "even if the mean reward is low; no answer is right yet, so training may learn only what",
+            "even if the mean reward is low; no answer is right yet, so the model may learn only",
         ),
         (
             {},
             [0.0, 0.4],
-            "go: 50% of the groups have a signal, and 25% are enough, even if the mean reward is low",
+            "go: the rewards differ in 50% of the groups, and 25% are enough, even if the mean reward is low",
         ),
         ({}, [0.4, 1.0], "even if the mean reward is low"),
         (
@@ -342,7 +345,7 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
         (
             {"sampling/signal_groups": 0},
             [0.0],
-            "a reward that tells answers apart, or other prompts",
+            "a reward that distinguishes answers, or other prompts",
         ),  # the rest is said
     ],
 )
@@ -354,7 +357,7 @@ def test_a_trial_counts_right_answers_and_says_that_none_is_and_ends_that_read_a
         for reward in HALF
     ]
     answers = answers if "sampling/signal_groups" not in figures else [answers[0]]
-    *shown, pace, said = trial.trial_verdict(
+    *shown, pace, said = trial.trial_report_lines(
         make_config(batch=4, steps=90), [TRIED | figures], answers, right
     )
     assert (
@@ -364,7 +367,7 @@ def test_a_trial_counts_right_answers_and_says_that_none_is_and_ends_that_read_a
     )
     assert shown[-3] == f"right answers: {sum(right):.0f} of {len(right)}"
     assert (
-        pace == "2.0 s a step, 90 in 3 min without evaluations, 1.50 GB"
+        pace == "2.0 s per step, 3 min for 90 steps without evaluations, 1.50 GB of memory"
         and "rewards 0" in shown[-2]
     )
 
@@ -396,7 +399,7 @@ def test_right_is_what_the_verifier_of_the_run_finds_so_where_a_problem_has_an_a
             {},
             4,
             {},
-            "every answer earns 0: take a warm start",
+            "every answer gets the reward 0: use a warm start",
         ),  # 2 s a step: 292 s, and 5 evaluations of 20 s
         ({}, 3, {}, ""),
         ({}, 5, {}, ""),  # it was said
@@ -414,7 +417,7 @@ def test_first_steps_without_signal_end_a_run_that_would_be_long(
     (tmp_path / "rollouts.jsonl").write_text(
         '{"step": 1, "reward": 0.0, "prompt": "What?", "completion": "That.", "finish_reason": "stop"}\n'
     )
-    found = trial.explain_hopeless(make_config(**flags), steps, 20.0, tmp_path)
+    found = trial.advise_if_no_signal(make_config(**flags), steps, 20.0, tmp_path)
     assert found.startswith(said) and bool(found) == bool(said)
 
 
@@ -436,8 +439,8 @@ def test_a_trial_that_is_ended_ends_what_it_began(monkeypatch):
     trials = []
     monkeypatch.setattr(trial.subprocess, "Popen", Trial)
     with pytest.raises(KeyboardInterrupt):
-        list(trial.try_run(make_config()))
-    assert signal.getsignal(signal.SIGTERM) != link.raise_interrupt
+        list(trial.try_first_steps(make_config()))
+    assert signal.getsignal(signal.SIGTERM) != link.raise_keyboard_interrupt
     assert trials[0].is_killed and not trials[0].recipe.exists()
 
 
@@ -452,7 +455,7 @@ def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeyp
     out = capsys.readouterr().out
     assert "2 steps, 16 answers: " in out and "reward correct: " in out and "right answers: " in out
     assert (
-        "\nif every third answer changes, 8 held-out problems show a change from 57% of the range"
+        "\nif every third answer changes, 8 held-out problems can show only changes of at least 57%"
         in out
     )
     assert out.splitlines()[-1].startswith("change: ask") and "or raise --max-tokens above 3" in out
@@ -478,7 +481,7 @@ def test_a_trial_leaves_out_that_a_reward_pays_nothing_where_it_saw_it_pay(tmp_p
         and "teaches nothing" not in out
         and "rewards 0 to 1" in out
     )
-    assert out.splitlines()[-1].endswith("show the model answers first (docs/warm-start.md)")
+    assert out.splitlines()[-1].endswith("first train it on right answers (docs/warm-start.md)")
 
 
 @pytest.mark.slow
@@ -486,12 +489,12 @@ def test_a_trial_of_a_mistake_ends_with_its_line(tmp_path, capfd):
     with pytest.raises(SystemExit) as ended:
         preflight.main(["--try", "--model", "demo", "--data", str(tmp_path / "absent.jsonl")])
     assert ended.value.code == 2
-    assert "absent.jsonl: no such file" in capfd.readouterr().err
+    assert "absent.jsonl" in capfd.readouterr().err
 
 
 def test_what_was_asked_for_stays_as_it_was():
     config = make_config(train_token_budget=5000, checkpoint_layers="3", rollout_batch_size=7)
-    assert memory_estimate.choose_sizes(demand_of(config, 4000)) == Sizes(7, 5000, 3)
+    assert memory_estimate.choose_sizes(demand_of(config, 4000)) == MemoryDependentSizes(7, 5000, 3)
 
 
 # ---- a run that does not fit
@@ -502,7 +505,7 @@ TOO_SMALL = 190_000_000  # bytes: the run's estimate is 200 MB
 
 @pytest.fixture
 def too_small(monkeypatch):
-    monkeypatch.setattr(memory, "memory_size", lambda: TOO_SMALL)
+    monkeypatch.setattr(memory, "usable_memory_bytes", lambda: TOO_SMALL)
 
 
 def status_of(main, flags):
@@ -540,7 +543,7 @@ def test_a_run_that_no_longer_fits_is_resumed_only_where_a_flag_says_so(
 ):
     run = str(tmp_path / "run")
     train.main([*SMALL_RUN, "--run-dir", run])
-    monkeypatch.setattr(memory, "memory_size", lambda: TOO_SMALL)
+    monkeypatch.setattr(memory, "usable_memory_bytes", lambda: TOO_SMALL)
     assert status_of(train.main, ["--resume", run, "--steps", "3"]) == 2
     assert "--over-memory" in capsys.readouterr().err
     train.main(["--resume", run, "--steps", "3", "--over-memory"])
@@ -551,7 +554,7 @@ def test_a_run_that_no_longer_fits_is_resumed_only_where_a_flag_says_so(
 def test_no_preflight_of_a_run_that_does_not_fit_says_go_or_ends_with_status_0(
     monkeypatch, capsys, flags
 ):
-    monkeypatch.setattr(memory, "memory_size", lambda: TOO_SMALL - 50_000_000)
+    monkeypatch.setattr(memory, "usable_memory_bytes", lambda: TOO_SMALL - 50_000_000)
     run = [] if flags == ["--fits"] else SMALL_RUN
     assert status_of(preflight.main, [*flags, *run]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("change: it does not fit")
@@ -566,14 +569,14 @@ def test_a_trial_over_memory_says_so_first(too_small, capsys):
 
 
 def test_a_trial_whose_steps_took_more_than_the_memory_says_so_first(monkeypatch):
-    monkeypatch.setattr(memory, "memory_size", lambda: 10**9)
+    monkeypatch.setattr(memory, "usable_memory_bytes", lambda: 10**9)
     answers = [
         {"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward}
         for reward in HALF
     ]
-    *_, said = trial.trial_verdict(make_config(batch=4, steps=90), [TRIED], answers)
+    *_, said = trial.trial_report_lines(make_config(batch=4, steps=90), [TRIED], answers)
     assert said.startswith(
-        "change: it does not fit: a step took 1.50 GB, and this machine has 1.00"
+        "change: it does not fit: a step took 1.50 GB, but this machine has 1.00"
     )
 
 
@@ -589,8 +592,8 @@ def test_a_trial_whose_steps_took_more_than_the_memory_says_so_first(monkeypatch
 def test_a_trial_estimates_the_memory_as_the_run_does(tmp_path, flags):
     config = small_config(*flags)
     run = make_run(tmp_path, *flags)
-    demand, sizes = trial.make_demand(config, run.task)
+    demand, sizes = trial.make_run_demand(config, run.task)
     assert sizes == run.sizes
-    assert memory_estimate.estimate(demand, sizes) == memory_estimate.estimate(
+    assert memory_estimate.estimate_memory(demand, sizes) == memory_estimate.estimate_memory(
         run.demand, run.sizes
     )

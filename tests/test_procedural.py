@@ -6,16 +6,16 @@ import json
 import os
 
 import pytest
-from conftest import message_of
+from conftest import catch_message
 from extras import needs
 from hostile import ANSWERS, PLANTED
 
-from prompts.examples import prompt_key
+from prompts.examples import hash_prompt
 from sandbox import workers
-from sandbox.workers import Answer, Pool
+from sandbox.workers import WorkerAnswer, WorkerPool
 from tasks import rg
 from tasks.demo import numbers_in
-from tasks.rg import Mix, Problems, extract_answer, parse_mix
+from tasks.rg import GymProblems, Mix, extract_answer, parse_mix
 
 gym = needs("reasoning_gym")
 NO_GOLD = {"boxnet", "rush_hour"}  # reasoning-gym gives no right answer to these
@@ -51,8 +51,8 @@ def every():
 
     names = sorted(set(DATASETS) - {"composite"})
     settings = {name: {} for name in names}
-    makers = Pool("tasks.rg:make_maker", (settings,), num=1, limit=rg.MAKING)
-    scorers = Pool("tasks.rg:make_scorer", (settings,), num=1, limit=1.0, sealed=True)
+    makers = WorkerPool("tasks.rg:make_problem_maker", (settings,), num=1, limit=rg.MAKING)
+    scorers = WorkerPool("tasks.rg:make_answer_scorer", (settings,), num=1, limit=1.0, sealed=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             workers, "BUSY", 60.0
@@ -75,12 +75,12 @@ def here(monkeypatch):
             self.answer = getattr(rg, target.partition(":")[2])(*arguments)
 
         def answer_all(self, questions, limit=None):
-            return [Answer(self.answer(question)) for question in questions]
+            return [WorkerAnswer(self.answer(question)) for question in questions]
 
         def close(self):
             pass
 
-    monkeypatch.setattr(rg, "Pool", Here)
+    monkeypatch.setattr(rg, "WorkerPool", Here)
 
 
 # ---- every data set
@@ -121,7 +121,7 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
             *others,
         ]
         honest = max(
-            rg.score_value(answer) for answer in score([(name, entry, text) for text in wrong])
+            rg.score_or_zero(answer) for answer in score([(name, entry, text) for text in wrong])
         )
         honest = max(honest, 0.5)  # some pay half for a text that shares letters with the right one
         some = (
@@ -135,7 +135,9 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
         told = score([(name, entry, text) for text in texts])
         assert not any(answer.broken for answer in told), name
         for text, answer in zip(texts, told, strict=True):
-            assert rg.score_value(answer) <= honest, f"{name} gives {answer.value} to {text[:60]!r}"
+            assert rg.score_or_zero(answer) <= honest, (
+                f"{name} gives {answer.value} to {text[:60]!r}"
+            )
     assert not os.path.exists(PLANTED), "an answer was run"
 
 
@@ -144,7 +146,9 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
 def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_order(every):
     names, make, _ = every
     before = {name: make(name, 1) for name in names}  # made after another, and now before any
-    again = Pool("tasks.rg:make_maker", ({name: {} for name in names},), num=1, limit=60.0)
+    again = WorkerPool(
+        "tasks.rg:make_problem_maker", ({name: {} for name in names},), num=1, limit=60.0
+    )
     questions = [(name, 1) for name in reversed(names)]
     for question, answer in zip(questions, again.answer_all(questions), strict=True):
         assert before[question[0]] == answer.value, question
@@ -190,7 +194,7 @@ def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_ord
     ],
 )
 def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answer, right, wrong):
-    make, score = rg.make_maker({name: {}}), rg.make_scorer({name: {}})
+    make, score = rg.make_problem_maker({name: {}}), rg.make_answer_scorer({name: {}})
     made = [
         make((name, number))
         for number in range(1 if name in ("propositional_logic", "puzzle24") else 12)
@@ -205,7 +209,7 @@ def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answ
 @gym
 def test_what_a_scorer_gives_that_is_no_share_of_1_earns_nothing():
     given = [0.5, 1, 0, 2, -1, float("nan"), float("inf"), "1", None, [1], 10**400]
-    assert [rg.score_value(Answer(value)) for value in given] == [0.5, 1, 0] + [0] * 8
+    assert [rg.score_or_zero(WorkerAnswer(value)) for value in given] == [0.5, 1, 0] + [0] * 8
 
 
 # ---- a mix of them
@@ -215,8 +219,8 @@ def test_what_a_scorer_gives_that_is_no_share_of_1_earns_nothing():
 @pytest.mark.usefixtures("here")
 def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
     asked = mix("chain_sum", "lcm", chain_sum={"level": 3}, lcm={"min_value": 7, "max_value": 9})
-    made = Problems(asked._replace(weights={"chain_sum": 3.0, "lcm": 1.0}))
-    examples = made.make(range(400), 0)
+    made = GymProblems(asked._replace(weights={"chain_sum": 3.0, "lcm": 1.0}))
+    examples = made.make_examples(range(400), 0)
     counts = {
         name: sum(example["category"] == name for example in examples)
         for name in ("chain_sum", "lcm")
@@ -227,7 +231,7 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
         for kind in counts
     }
     assert numbers["lcm"] <= {7, 8, 9} and max(numbers["chain_sum"]) >= 1000
-    assert made.make([5], 0) == made.make([5], 0) != made.make([5], 1)
+    assert made.make_examples([5], 0) == made.make_examples([5], 0) != made.make_examples([5], 1)
     first = examples[0]
     columns = {name: [first[name]] * 3 for name in ("answer", "category", "entry")}
     replies = [f"<answer>{first['answer']}</answer>", first["answer"], "<answer>0</answer>"]
@@ -242,18 +246,18 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
 
     from tasks.draws import EndlessPrompts
 
-    problems = Problems(
+    problems = GymProblems(
         mix("tower_of_hanoi", tower_of_hanoi={"max_disks": 4, "max_pegs": 3}, num=3)
     )
     prompts = EndlessPrompts(
         make_config("--batch", "4"), problems, lambda examples: [[1]] * len(examples)
     )
-    held_out, seen = {prompt_key(example) for example in problems.held_out}, []
+    held_out, seen = {hash_prompt(example) for example in problems.held_out}, []
     for number in range(60):
         examples, ids = prompts.next_prompts(number)
-        keys = [prompt_key(example) for example in examples]
+        keys = [hash_prompt(example) for example in examples]
         assert len(set(keys)) == len(ids) == 4 and not held_out & set(keys)
-        if repeats := "they repeat now" in capsys.readouterr().err:
+        if repeats := "problems now repeat" in capsys.readouterr().err:
             break
         assert not set(seen) & set(keys)
         seen += keys
@@ -275,12 +279,12 @@ def test_tags_are_read_and_counted():
     ("task", "text", "expected"),
     [
         ("rg:", "", "NAME=WEIGHT"),
-        ("rg:lcm,lcm", "", "each name once"),
+        ("rg:lcm,lcm", "", "'lcm' is not NAME or NAME=WEIGHT with a positive weight, or repeats"),
         ("rg:lcm=0", "", "'lcm=0'"),
         ("rg:lcm=x", "", "'lcm=x'"),
         ("rg:lcm=nan", "", "'lcm=nan'"),
         ("rg:lcm,,gcd", "", "''"),
-        ("rg:lcm", "- lcm", "no settings"),
+        ("rg:lcm", "- lcm", "contains ['lcm'] instead of settings"),
         ("rg:lcm", "lcm: 3", "lcm is 3"),
         ("rg:lcm", "lcm: {seed: 3}", "other than seed and size"),
         ("rg:lcm", "held_out: 0", "held_out is 0"),
@@ -289,7 +293,9 @@ def test_tags_are_read_and_counted():
 )
 def test_a_bad_mix_is_one_line_that_names_the_part_or_the_key(tmp_path, task, text, expected):
     (tmp_path / "sizes.yaml").write_text(text)
-    assert expected in message_of(parse_mix, task, str(tmp_path / "sizes.yaml") if text else None)
+    assert expected in catch_message(
+        parse_mix, task, str(tmp_path / "sizes.yaml") if text else None
+    )
 
 
 @gym
@@ -298,20 +304,20 @@ def test_a_bad_mix_is_one_line_that_names_the_part_or_the_key(tmp_path, task, te
     [
         ("countdwn", {}, "did you mean 'countdown'?"),
         ("lcm", {"max_valu": 3}, "max_valu"),
-        ("lcm", {"min_value": 50, "max_value": 3}, "lcm does not take"),
+        ("lcm", {"min_value": 50, "max_value": 3}, "lcm does not accept"),
         (
             "lcm",
             {"level": 4},
-            "lcm does not take {'level': 4} (ValueError: it has 4 levels, from 0)",
+            "lcm does not accept {'level': 4} (ValueError: level must be from 0 to 3)",
         ),
-        ("acre", {"level": 0}, "acre does not take"),
+        ("acre", {"level": 0}, "acre does not accept"),
     ],
 )
 @pytest.mark.usefixtures("here")
 def test_a_data_set_that_cannot_be_made_is_one_line_before_any_problem(name, settings, expected):
-    assert expected in message_of(Problems, mix(name, **{name: settings}))
+    assert expected in catch_message(GymProblems, mix(name, **{name: settings}))
 
 
 def test_without_the_library_the_command_that_installs_it_is_told(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "uv run --extra tasks" in message_of(Problems, mix("lcm"))
+    assert "uv run --extra tasks" in catch_message(GymProblems, mix("lcm"))

@@ -50,7 +50,7 @@ def test_every_prompt_is_read_once_and_as_if_it_stood_alone(model, num_runs):
             sizes.append(len(hidden))
             return list(np.array(hidden))
 
-        walked = list(tree.walk(dict(enumerate(prompts)), read))
+        walked = list(tree.yield_values_at_ends(dict(enumerate(prompts)), read))
         found = dict(walked)
         assert len(walked) == len(prompts) == len(found) and max(sizes) <= chunk_size
         np.testing.assert_allclose(
@@ -75,7 +75,7 @@ def test_the_sizes_of_growing_are_a_quarter_more_each():
     chunk, sizes = memory.BatchSize(24), []
     chunk.rows = 1
     for _ in range(12 * memory.GROW_AFTER):
-        chunk.note_success()
+        chunk.record_success()
         sizes.append(chunk.rows)
     assert [b for a, b in zip([1, *sizes], sizes, strict=False) if a != b] == [
         2,

@@ -60,7 +60,7 @@ HOSTILE = (
 @pytest.mark.parametrize("low", [0.0, 1.0, -3e-9, 2.7, 1e9])
 @pytest.mark.parametrize("more", [0.0, 1e-7, 0.3, 1e3])
 def test_ticks_are_some_and_enclose_values_that_differ_by_rounding_too(low, more):
-    ticks = charts.nice_ticks(low, low + more)
+    ticks = charts.round_axis_ticks(low, low + more)
     assert 2 <= len(ticks) <= 6 and ticks[0] < ticks[-1]
     slack = 1e-6 * (abs(low) + more)
     assert ticks[0] <= low + slack and low + more <= ticks[-1] + slack
@@ -218,7 +218,7 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
 
 
 def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
-    answers = page.make_answers(history.load_history(run))
+    answers = page.held_out_answers_for_page(history.load_history(run))
     assert (
         verdict.judge_change(history.load_history(run)).signs[0]
         == f"{answer_changes.CHEATED}: 0 -> 1 answers"
@@ -319,7 +319,7 @@ def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
         write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", fewer)
     num = eval_record(4, 0.5)["eval/num"]
     assert seeds.describe_seed_groups(seeds.load_seed_groups(both))[-1].endswith(
-        f" 7 and {num} held-out problems"
+        f" 7 and {num} held-out problems, respectively"
     )
 
 
@@ -334,7 +334,7 @@ def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, bot
         for setting in seeds.load_seed_groups([run, make_run(run.parent / "again")])
     ] == [1, 1]
     assert (
-        "fewer than two seeds in common"
+        "fewer than two seeds have an evaluation"
         in seeds.describe_seed_groups(seeds.load_seed_groups([both[0], run]))[-1]
     )
     for seed in range(3):  # another figure, which no difference is made of
@@ -345,10 +345,10 @@ def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, bot
     high, _, paired = seeds.describe_seed_groups(seeds.load_seed_groups(both[::-1]))
     assert (
         high.startswith("high: score 3.000, std 0.000 over 2 seeds")
-        and "have an evaluation of score" in paired
+        and "have an evaluation of the score" in paired
     )
     assert (
-        "have an evaluation of accuracy"
+        "have an evaluation of the accuracy"
         in seeds.describe_seed_groups(seeds.load_seed_groups(both))[-1]
     )
 
@@ -385,15 +385,15 @@ def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
 
 def test_what_a_browser_would_obey_is_shown_as_its_code_and_a_line_of_100_kb_is_folded():
     for text in ("plain text", "two\nlines\tand a tab", "\u5b57 \xa0 \U0001f468\u200d\U0001f469"):
-        assert history.shorten_text(text) == text
+        assert history.escape_and_cut_middle(text) == text
     codes = "\u27e8U+0000\u27e9\u27e8U+000D\u27e9\u27e8U+2028\u27e9\u27e8U+202E\u27e9ab\u27e8U+D800\u27e9"
-    assert history.shorten_text("\x00\r\u2028\u202eab\ud800") == codes
-    folded = history.shorten_text("a" * 50_000 + "b" * 50_000)
+    assert history.escape_and_cut_middle("\x00\r\u2028\u202eab\ud800") == codes
+    folded = history.escape_and_cut_middle("a" * 50_000 + "b" * 50_000)
     assert len(folded) < 1.01 * history.MOST_TEXT
     assert (
         folded.startswith("a")
         and folded.endswith("b")
-        and "80,000 characters are left out" in folded
+        and "80,000 characters are not shown" in folded
     )
 
 
@@ -462,8 +462,8 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run, capsys):
     stopped = "<b>stopped</b> step 4 of 6"
     running = "<b>running</b> step 4 of 6, about 5 s left"
     assert stopped in page.write_page(run).read_text()
-    with run_files.release_at_exit():
-        run_files.acquire(run)
+    with run_files.unlock_run_dirs_on_exit():
+        run_files.lock_run_dir(run)
         assert running in page.write_page(run).read_text()
         assert (
             stopped in page.write_page(run, ended=True).read_text()
@@ -489,7 +489,7 @@ def test_a_page_that_cannot_be_written_is_told_of_once_and_stops_nothing(run):
     (run / "eval.jsonl").write_text("not JSON\n")
     live = page.LivePage(run, warnings.append)
     for _ in range(3):
-        live.update(at_the_end=True)
+        live.write_if_due(at_the_end=True)
     assert len(warnings) == 1 and "eval.jsonl, line 1" in warnings[0]
 
 
@@ -498,7 +498,7 @@ def test_a_page_is_written_again_when_that_is_cheap_and_at_the_end(run):
     written = run / "report.html"
     for flags, is_due in (({}, True), ({}, False), ({"at_the_end": True}, True)):
         written.unlink(missing_ok=True)
-        live.update(**flags)
+        live.write_if_due(**flags)
         assert written.exists() == is_due
 
 
@@ -514,7 +514,7 @@ def test_compare_prints_the_settings_that_differ_and_the_figures(run, capsys):
     assert rows["held-out accuracy after"] == ["\u00b1", "0.125"]
 
 
-def test_a_broken_record_is_named_by_file_and_line(run, refused):
+def test_a_broken_record_is_named_by_file_and_line(run, check_refusal):
     for log, line in (
         ("eval", "not JSON"),
         ("eval", "[]"),
@@ -523,7 +523,7 @@ def test_a_broken_record_is_named_by_file_and_line(run, refused):
     ):
         good = (run / f"{log}.jsonl").read_text()
         (run / f"{log}.jsonl").write_text(good + line + "\n")
-        refused(
+        check_refusal(
             report.main,
             [run],
             f"error: {run / log}.jsonl, line {good.count(chr(10)) + 1} is damaged",
@@ -642,8 +642,8 @@ def test_a_page_loads_itself_again_while_the_run_goes_and_only_then(run, browse)
     """Once it has been loaded twice, somebody opens a part of it, and is left in peace."""
     program = "window.name = document.title = +window.name + 1;"
     program += 'if (window.name === "2") document.querySelector("details").open = true;'
-    with run_files.release_at_exit():
-        run_files.acquire(run)
+    with run_files.unlock_run_dirs_on_exit():
+        run_files.lock_run_dir(run)
         running = page.write_page(run).read_text().replace("RELOAD = 15;", "RELOAD = 0.1;")
     assert title_of(browse(running, program)[0]) == "2"
     assert "data-running" in running and "data-running" not in page.write_page(run).read_text()

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import message_of
+from conftest import catch_message
 from extras import needs
 
 from rewards import built_in, functions, rewards
@@ -44,21 +44,21 @@ BAD_REWARD_FILES = [  # what its message must hold; more are in mistakes.yaml
     ("1 / 0", "ZeroDivisionError"),
     ("import sys; sys.exit(0)", "SystemExit"),
     ("raise ValueError('two\\nlines')", "two lines"),
-    ("def rubric(): pass", "belongs to the judge"),
+    ("def rubric(): pass", "the name of the judge"),
 ]
 
 
 @pytest.mark.parametrize(("body", "expected"), BAD_REWARD_FILES)
 def test_a_bad_reward_file_is_one_line_that_names_it(reward_file, body, expected):
-    text = message_of(rewards.load_reward, f"{reward_file(body)}:rubric")
+    text = catch_message(rewards.load_reward, f"{reward_file(body)}:rubric")
     assert "my.py" in text and expected in text
 
 
 def test_a_bad_reward_spec_is_one_line_that_names_the_form():
     for spec in ("my.py", "my.py:", ":fn", "", "my.py:not a name", "soft_overlongs"):
-        assert "FILE.py:function" in message_of(rewards.load_reward, spec)
+        assert "FILE.py:function" in catch_message(rewards.load_reward, spec)
     for spec in ("./mine:fn", "../my/mine:fn"):
-        assert "nor an installed module; is its folder in PYTHONPATH?" in message_of(
+        assert "nor an installed module; if it is a module, add its folder" in catch_message(
             rewards.load_reward, spec
         )
     for spec in (
@@ -68,7 +68,7 @@ def test_a_bad_reward_spec_is_one_line_that_names_the_form():
         "length:x",
         "boxed_once:1",
     ):
-        assert "positive whole numbers" in message_of(rewards.load_reward, spec)
+        assert "positive whole numbers" in catch_message(rewards.load_reward, spec)
 
 
 def test_a_reward_gets_the_columns_that_it_names_or_all_with_kwargs():
@@ -112,9 +112,9 @@ def test_rewards_of_any_real_type_become_floats(value):
 
 
 BAD_REWARDS = [  # more are in mistakes.yaml
-    ("ab", "'ab', not a list"),
-    (iter([1, 2]), "not a list"),
-    ([1.0, 2.0, 3.0], "gave 3 values, not a list of 2 numbers"),
+    ("ab", "'ab'; return a list"),
+    (iter([1, 2]), "return a list"),
+    ([1.0, 2.0, 3.0], "returned 3 values; return a list of 2 numbers"),
     ([1.0, 10**400], "for row 1"),
     ([1.0, 1j], "1j for row 1"),
     ([[1.0], [2.0]], "[1.0] for row 0"),
@@ -123,17 +123,17 @@ BAD_REWARDS = [  # more are in mistakes.yaml
 
 @pytest.mark.parametrize(("value", "expected"), BAD_REWARDS, ids=lambda value: repr(value)[:20])
 def test_a_bad_result_names_the_reward_the_row_and_the_value(value, expected):
-    text = message_of(
+    text = catch_message(
         rewards.call_reward, "mine", lambda completions: value, ["p", "q"], ["a", "b"], {}
     )
     assert "reward mine" in text and expected in text
 
 
 def test_an_argument_that_cannot_be_given_by_its_name_is_named():
-    said = message_of(
+    said = catch_message(
         rewards.call_reward, "by_place", lambda completions, /: [0.0], ["p"], ["a"], {}
     )
-    assert "needs 'completions'" in said
+    assert "needs the argument 'completions'" in said
 
 
 # ---- as TRL calls them
@@ -158,7 +158,9 @@ ROWS = {"answer": ["x", "b", None], "completion_ids": [[1], [2, 3], [4]], "num_t
 def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file):
     file, prompts = reward_file(TRL_STYLE), ["p", [{"role": "user", "content": "q"}], "r"]
     name, fn = rewards.load_reward(f"{file}:scheduled")
-    rewards.set_step({name: fn, "length": built_in.make_built_in("length:3")}, 5, 10)
+    rewards.set_step_of_user_rewards(
+        {name: fn, "length": built_in.make_built_in_reward("length:3")}, 5, 10
+    )
     first, second, third = rewards.call_reward(name, fn, prompts, ["a", "b", "c"], ROWS)
     assert (first, second) == (11, 13) and math.isnan(third)
     name, fn = rewards.load_reward(f"{file}:awaited")
@@ -190,7 +192,7 @@ def test_only_what_reads_a_message_s_keys_is_tried_on_messages(reward_file):
     assert fn.logged.metrics == {"n": [2]}  # not what the try on messages logged
     for name, error in (("initial", "IndexError"), ("share", "ZeroDivisionError")):
         _, fn = rewards.load_reward(f"{file}:{name}")
-        assert f"reward {name} raised {error}" in message_of(
+        assert f"reward {name} raised {error}" in catch_message(
             rewards.call_reward, name, fn, ["p"] * 2, ["", "abc"], {}
         )
 

@@ -6,15 +6,15 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import message_of
+from conftest import catch_message
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
 import gwen
 import sampler
+from forecast.row_memory import cache_bytes_per_token, delta_state_bytes_per_row
 from layers import softmax
 from machine import gpu, memory
-from step.rows import column_bytes, state_bytes
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 8, 30, 4, 4, 2], [5, 9, 2], [11], [40, 41, 42, 43, 44]]
 EOS = (3, 17)
@@ -120,7 +120,7 @@ def test_completions_do_not_depend_on_how_they_were_decoded(
 ):
     """Slots are handed on and dropped, prompts are read in place or copied and prefilled in parts: no row shows it."""
     how, whole = reference
-    monkeypatch.setattr(gpu, "prefill_tokens", lambda: chunk)
+    monkeypatch.setattr(gpu, "prefill_tokens_per_pass", lambda: chunk)
     parts = roll(model, **how, batch_size=rows, share_prefix=share)
     assert whole.finish_reasons == parts.finish_reasons
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(parts.completion_ids))
@@ -129,7 +129,7 @@ def test_completions_do_not_depend_on_how_they_were_decoded(
 
 def test_rows_that_ended_and_run_on_take_no_more_columns_than_the_longest(model, monkeypatch):
     monkeypatch.setattr("kv_cache.CHUNK", 8)
-    monkeypatch.setattr("kv_cache.SlotLayer.widen", None)
+    monkeypatch.setattr("kv_cache.SlotLayer.add_columns", None)
     settings = dict(max_tokens=[3 + row % 6 for row in range(20)], eos_ids=())
     whole, parts = roll(model, **settings), roll(model, **settings, batch_size=3)
     assert [len(ids) for ids in whole.ids] == settings["max_tokens"]
@@ -142,8 +142,8 @@ def test_a_shared_prompt_is_held_once(model):
         roll(model, prompts=prompts, group_size=8, max_tokens=4, eos_ids=(), share_prefix=share)
         for share in (True, False)
     )
-    prompt_bytes = column_bytes(model.config, mx.float32) * 1024
-    states = 9 * state_bytes(model.config, mx.float32)
+    prompt_bytes = cache_bytes_per_token(model.config, mx.float32) * 1024
+    states = 9 * delta_state_bytes_per_row(model.config, mx.float32)
     # one prompt and 8 rows of 128 columns
     assert shared.stats.cache_bytes == pytest.approx(2 * prompt_bytes + states, rel=0.01)
     own = shared.stats.cache_bytes - states
@@ -176,7 +176,7 @@ def test_what_a_long_prompt_needs_beside_its_cache_does_not_grow_with_it(model, 
     prompt = [5 + i % 7 for i in range(2048)]
 
     def beside(chunk):
-        monkeypatch.setattr(sampler.gpu, "prefill_tokens", lambda: chunk)
+        monkeypatch.setattr(sampler.gpu, "prefill_tokens_per_pass", lambda: chunk)
         held = mx.get_active_memory()
         mx.reset_peak_memory()
         cache, _ = sampler.prefill(model, [prompt], 0)
@@ -195,7 +195,7 @@ def test_a_rollout_releases_all_that_it_took_and_says_how_much_that_was(model):
     held = mx.get_active_memory()
     rollout = roll(model, group_size=16, max_tokens=40, eos_ids=())
     kept = sum(array.nbytes for array in (rollout.completion_ids, rollout.logprobs, rollout.mask))
-    column = column_bytes(model.config, mx.float32)
+    column = cache_bytes_per_token(model.config, mx.float32)
     assert (
         rollout.stats.cache_bytes >= 64 * 40 * column
     )  # at first, of which 16 slots are left in the end
@@ -233,9 +233,10 @@ def test_rows_lost_when_memory_ran_out_are_drawn_again_as_they_were(
     settings, whole = reference
     decode, runs = sampler.decode, []
 
-    def note_run(model, cache, logits, prompt_of, record):
-        runs.append((cache.num_slots, set(prompt_of), set(np.flatnonzero(record.ended))))
-        decode(model, cache, logits, prompt_of, record)
+    def note_run(decoder):
+        rows = set(decoder.prompt_of)
+        runs.append((decoder.cache.num_slots, rows, set(np.flatnonzero(decoder.state.ended))))
+        decode(decoder)
 
     monkeypatch.setattr(sampler, "decode", note_run)
     if place == "write":
@@ -285,7 +286,7 @@ def test_non_finite_logits_suggest_bfloat16(model, tiny_model):
 
 
 def test_a_prompt_without_tokens_is_refused(model):
-    assert "no tokens" in message_of(roll, model, prompts=[[1], []])
+    assert "no tokens" in catch_message(roll, model, prompts=[[1], []])
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 31, 32, 33, 1023, 1024, 1025, 40_000])

@@ -9,25 +9,32 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
-from conftest import message_of
+from conftest import catch_message
 from hypothesis import strategies
 
 from disk import hub
 from judging import rubrics
+from judging.evaluations import (
+    CriterionEvaluation,
+    evaluation_from_first_logprobs,
+    evaluation_from_reply,
+    token_ids_by_score,
+)
+from judging.grader import Grader
 from judging.replies import read_score
 
 RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
 DEMO = hub.load_tokenizer(hub.DEMO)
 
 
-class Made(rubrics.Grader):
+class Made(Grader):
     """Scores that are the lengths of the texts; what holds a "?" is unreadable by the first criterion."""
 
     def __init__(self, name="made"):
         super().__init__(RUBRIC)
         self.mode, self.name, self.asked = "logits", name, []
 
-    def identity(self):
+    def scoring_digest(self):
         return self.name
 
     def score_questions(self, questions):
@@ -36,7 +43,7 @@ class Made(rubrics.Grader):
             mass = 1.0 if question.criterion else 0.75
             yield (
                 place,
-                rubrics.Evaluation(
+                CriterionEvaluation(
                     score_of(*question), 0.25 if is_unread(question) else mass, "hm"
                 ),
             )
@@ -130,13 +137,13 @@ class Mute(Made):
 
 def test_a_judge_without_one_readable_score_is_given_up_in_a_line_that_says_what_to_do():
     mute = Mute()
-    text = message_of(mute.score, ["a"] * 100, [str(number) for number in range(100)])
+    text = catch_message(mute.score, ["a"] * 100, [str(number) for number in range(100)])
     assert text.startswith(
-        "the judge gave no readable score: none of its first 24 evaluations has one. For example"
+        "the judge gave no readable score in its first 24 evaluations. For example"
     )
     assert "Try another --judge-model" in text
     assert mute.num_said == 24
-    assert "none of its first 3 evaluations" in message_of(mute.score, ["a"], ["x"])
+    assert "first 3 evaluations" in catch_message(mute.score, ["a"], ["x"])
     mute.is_mute = False
     mute.score(["a"], ["x"])
     mute.is_mute = True  # by now it is known to be readable
@@ -147,10 +154,10 @@ def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
     made, resumed, lines = Made(), Made(), []
     for text in "stuvwxs":
         made.score(["a"], [text])
-        lines += [json.dumps({"step": 1} | record) for record in made.take_new_scores()]
-    resumed.load_scores([json.loads(line) for line in lines])
+        lines += [json.dumps({"step": 1} | record) for record in made.take_unsaved_scores()]
+    resumed.replace_cached_scores([json.loads(line) for line in lines])
     assert list(resumed.cache.scores.items()) == list(made.cache.scores.items())
-    assert resumed.take_new_scores() == [] and made.take_new_scores() == []
+    assert resumed.take_unsaved_scores() == [] and made.take_unsaved_scores() == []
 
 
 @pytest.mark.parametrize(
@@ -158,7 +165,7 @@ def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
 )
 def test_a_record_that_is_no_score_is_refused(record):
     with pytest.raises(ValueError, match="remove that line"):
-        Made().load_scores([record])
+        Made().replace_cached_scores([record])
 
 
 def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_example(capsys):
@@ -174,7 +181,7 @@ def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_exampl
     made.unreadable.num_unreadable = 1
     said = warned("d?", "e?", "f?", "g?")  # 5 of 21: 24%
     assert "5 of 21 of the judge" in said and "'correct' of the answer 'd?'" in said
-    assert "Add one and two." in said and "'hm', with 0.250" in said and "\n" not in said.strip()
+    assert "Add one and two." in said and "0.250" in said and "\n" not in said.strip()
     assert warned("h?", "i?") == warned("j?", "k?", "l?") == ""  # 10 of 36
 
 
@@ -182,7 +189,7 @@ def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_exampl
 
 
 def test_the_score_tokens_of_a_vocabulary_are_its_digits_with_and_without_the_mark_of_a_space():
-    assert [[DEMO.decode([i]) for i in ids] for ids in rubrics.score_token_ids(DEMO)] == [
+    assert [[DEMO.decode([i]) for i in ids] for ids in token_ids_by_score(DEMO)] == [
         [s] for s in "12345"
     ]
     words = [
@@ -191,12 +198,12 @@ def test_the_score_tokens_of_a_vocabulary_are_its_digits_with_and_without_the_ma
     theirs = types.SimpleNamespace(
         get_vocab=lambda: {word: place for place, word in enumerate(words)}
     )
-    assert rubrics.score_token_ids(theirs) == [
+    assert token_ids_by_score(theirs) == [
         [first, first + 1, first + 2] for first in range(0, 25, 5)
     ]
     theirs.get_vocab = lambda: {"1": 0, "2": 1, "4": 2}
-    with pytest.raises(ValueError, match=r"no token of its own for 3, 5.*--judge-mode decode"):
-        rubrics.score_token_ids(theirs)
+    with pytest.raises(ValueError, match=r"token for 3, 5.*--judge-mode decode"):
+        token_ids_by_score(theirs)
 
 
 REPLIES = [
@@ -238,9 +245,9 @@ def test_a_score_that_neither_opens_a_reply_nor_has_a_label_counts_only_if_it_wa
 
 
 def test_a_readable_reply_has_mass_1_and_an_unreadable_one_is_never_neutral():
-    assert rubrics.evaluation_from_reply("Score: 4") == (4.0, 1.0, "Score: 4")
+    assert evaluation_from_reply("Score: 4") == (4.0, 1.0, "Score: 4")
     np.testing.assert_equal(
-        rubrics.evaluation_from_reply("Score: 4 or 5"), (math.nan, 0.0, "Score: 4 or 5")
+        evaluation_from_reply("Score: 4 or 5"), (math.nan, 0.0, "Score: 4 or 5")
     )
 
 
@@ -275,5 +282,5 @@ def test_any_text_is_read_as_a_score_or_as_none(text):
 
 def test_a_token_is_a_digit_with_or_without_the_mark_of_a_space():
     tokens = ["5", " 5", "\u01205", "\u25815", "6", "0", "55", "", "five", "5.", "\u0665"]
-    scores = [rubrics.evaluation_from_first_tokens({token: 0.0})[0] for token in tokens]
+    scores = [evaluation_from_first_logprobs({token: 0.0})[0] for token in tokens]
     np.testing.assert_array_equal(scores, [5] * 4 + [math.nan] * 7)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import checked_line, read_log, write_log
+from conftest import check_error_line, read_log, write_log
 from huggingface_hub.utils import filter_repo_objects
 from test_remote_judge import Server
 
@@ -72,7 +72,7 @@ def failed(capsys, server):
     with pytest.raises(SystemExit) as ended:
         evaluate.main([*FLAGS, "--url", server.url])
     assert ended.value.code == 2
-    return checked_line(
+    return check_error_line(
         capsys.readouterr().err.splitlines(keepends=True)[-1], f"--url {server.url}"
     )
 
@@ -132,7 +132,7 @@ def test_what_a_row_or_a_flag_gives_the_template_and_what_stands_before_reach_th
         body["chat_template_kwargs"] == {"enable_thinking": False, "mood": "gay"}
         and body["model"] == "mine"
     )
-    assert record["eval/truncated_frac"] == 1 and f"as mine at {server.url}" in err
+    assert record["eval/truncated_frac"] == 1 and f"mine on the server at {server.url}" in err
     assert read_log(tmp_path / "out.jsonl")[0]["greedy"] == "<think>\nWell.\n</think>\n\n1"
 
 
@@ -148,7 +148,7 @@ def test_what_is_no_reply_is_asked_for_again_and_else_ends_in_a_line(serve, caps
     record, _ = told(capsys, server)
     assert record["eval/accuracy"] == record["eval/greedy"] == 1 and len(asked(server)) == 3 * LIMIT
     server = serve(lambda _: content)
-    assert ": it sent no chat completion" in failed(capsys, server)
+    assert "no chat completion" in failed(capsys, server)
     assert len(asked(server)) == 2 * LIMIT and not list(Path("runs").iterdir())
 
 
@@ -175,9 +175,9 @@ def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(
     server = serve(lambda body: state["answer"](body))
     line = failed(capsys, server)
     assert "; 15 of 24 answers are in runs/served-" in line and line.endswith(
-        "and the same command goes on\n"
+        "run the same command again to fetch the rest\n"
     )
-    assert ("set --url-model to a model of this server" in line) == ("no such model" in line)
+    assert ("--url-model" in line) == ("no such model" in line)
     (kept,) = Path("runs").iterdir()
     with kept.open("a") as file:
         file.write('{"step": 0, "pla')  # a line that was being written when the machine went down
@@ -186,10 +186,12 @@ def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(
     server.requests.clear()
     state["answer"] = lambda body: reply(right(body))
     _, err = told(capsys, server, "--temp", 0.5)
-    assert "going on" not in err and len(asked(server)) == 24, "other questions have other answers"
+    assert "continuing" not in err and len(asked(server)) == 24, (
+        "other questions have other answers"
+    )
     server.requests.clear()
     record, err = told(capsys, server)
-    assert "going on with 18 answers of runs/served-" in err
+    assert "the 18 answers in runs/served-" in err
     assert record["eval/accuracy"] == 1 and len(asked(server)) == 6
     server.requests.clear()
     told(capsys, server)
@@ -212,18 +214,20 @@ def test_a_template_that_makes_other_tokens_than_training_is_told_of_once(serve,
     assert is_like or ("which end" in err and "</think>" in err)
 
 
-def test_a_server_alone_does_not_tell_the_tokenizer(refused):
-    refused(
+def test_a_server_alone_does_not_tell_the_tokenizer(check_refusal):
+    check_refusal(
         evaluate.main,
         ["--url", "http://host/v1"],
-        "--url does not tell the tokenizer: name the server's model with --model, or --run",
+        "--url does not say which tokenizer the server uses",
     )
 
 
 def test_the_weights_of_what_a_server_runs_are_not_fetched(tmp_path, monkeypatch):
     patterns = []
     monkeypatch.setattr(
-        hub, "hub_directory", lambda name, files=hub.HUB_FILES: patterns.extend(files) or hub.DEMO
+        hub,
+        "find_or_download_hub_model",
+        lambda name, files=hub.HUB_FILES: patterns.extend(files) or hub.DEMO,
     )
     served = ServedPolicy("http://host/v1", "mine", "owner/name", 8, tmp_path, {})
     assert served.facts.eos_ids and served.tokenizer.encode("one")
@@ -265,7 +269,7 @@ def test_evaluations_stand_side_by_side_with_the_intervals_of_pairs(tmp_path, ca
     assert "+0.375 ± 0.363, better" in capsys.readouterr().out  # of means of four
 
 
-def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, refused):
+def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, check_refusal):
     one = written(tmp_path / "one.jsonl", [1, 1, 1, 1])
     other = write_log(
         tmp_path / "other.jsonl",
@@ -274,20 +278,20 @@ def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, r
     for content in ("{", "[]", "{}"):
         (tmp_path / "no.jsonl").write_text(content)
         said = "no.jsonl contains no answers.* --out"
-        refused(report.main, ["--compare", one, tmp_path / "no.jsonl"], said)
-    refused(
+        check_refusal(report.main, ["--compare", one, tmp_path / "no.jsonl"], said)
+    check_refusal(
         report.main, ["--compare", one, tmp_path / "nowhere.jsonl"], "nowhere.jsonl does not exist"
     )
-    refused(report.main, ["--compare", one, other], "no problem in common")
+    check_refusal(report.main, ["--compare", one, other], "no problem in common")
     right = write_log(
         tmp_path / "right.jsonl",
         [row | {"reward": [1.0]} for row in read_log(tmp_path / "one.jsonl")],
     )
-    refused(
+    check_refusal(
         report.main,
         ["--compare", one, right],
         "right.jsonl .*--verifier and --reward",
     )
-    refused(
+    check_refusal(
         report.main, ["--compare", one, tmp_path], f"{tmp_path} contains no answers"
     )  # of a run that began

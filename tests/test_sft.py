@@ -9,28 +9,28 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import message_of, read_log, untimed, write_log
+from conftest import catch_message, read_log, read_untimed_log, write_log
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as mlx_lm_load_model
-from small_run import resolve
+from small_run import resolve_settings
 
 import evaluate
 import gwen
 import report
 import train
 import update
-from config import Config, Sizes
+from config import Config, MemoryDependentSizes
 from disk import hub, run_files
-from evaluation.evaluate import evaluate_replies
+from evaluation.score_task import evaluate_loss_on_replies
 from prompts import chat_template, chats
-from prompts.chats import Row
+from prompts.chats import TrainingRow
 from run import make_run
-from settings.sources import given_settings, parse_flags
+from settings.sources import parse_flags, settings_from_flags
 from step.batch import make_batches
 from step.loss import StepLoss
 from step.sample import sample_from_conversation
 
-SIZES = Sizes(1, 1024, 0)
+SIZES = MemoryDependentSizes(1, 1024, 0)
 TALK = [
     {"role": "user", "content": "What is one and two?"},
     {"role": "assistant", "content": "It is three."},
@@ -56,7 +56,7 @@ def random_rows(vocab, num=6):
         length = int(rng.integers(8, 20))
         begin, end = sorted(int(x) for x in rng.choice(np.arange(1, length - 3), 2, replace=False))
         places = [*range(begin, end), length - 2, length - 1]
-        rows.append(Row(rng.integers(3, vocab, length).tolist(), places))
+        rows.append(TrainingRow(rng.integers(3, vocab, length).tolist(), places))
     return rows
 
 
@@ -70,8 +70,12 @@ def count(rows):
 
 def render(tokenizer, record, thinking=False, context=1000):
     end_ids = {tokenizer.eos_token_id}
-    return chats.render_conversation(
-        tokenizer, chats.read_chat(record), thinking=thinking, end_ids=end_ids, context=context
+    return chats.encode_conversation(
+        tokenizer,
+        chats.read_conversation_example(record),
+        thinking=thinking,
+        end_ids=end_ids,
+        context=context,
     )
 
 
@@ -130,19 +134,19 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "message"),
     [
-        ({"prompt": "Hi", "completion": "<think>one</think>two"}, "without --thinking; set that"),
-        ({"prompt": "Hi", "completion": "two!\n" * 400}, "the model's context 1000; shorten it"),
+        ({"prompt": "Hi", "completion": "<think>one</think>two"}, "--thinking"),
+        ({"prompt": "Hi", "completion": "two!\n" * 400}, "context has 1000; shorten it"),
         (
             {"prompt": "Hi"},
-            "no conversation, only ['prompt']; add messages, or prompt and completion",
+            "['prompt']; add messages, or prompt and completion",
         ),
-        ({"messages": TALK[:1]}, "no message of the assistant"),
+        ({"messages": TALK[:1]}, "assistant"),
         ({"messages": [TALK[1]]}, "message 1 of the conversation is the assistant's"),
         (
             {"messages": [*TALK[:1], {"role": "tool", "content": "1"}, TALK[1]]},
-            "message 2 of the conversation has role",
+            "message 2 of the conversation",
         ),
         (
             {"messages": [*TALK[:1], {"role": "assistant", "content": " "}]},
@@ -150,21 +154,21 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
         ),
         (
             {"messages": TALK, "chat_template_kwargs": ["x"]},
-            "chat_template_kwargs ['x'] is a list; it must be",
+            "chat_template_kwargs ['x'] is a list",
         ),
-        ({"messages": TALK, "tools": ["x"]}, "column tools holds 'x'"),
+        ({"messages": TALK, "tools": ["x"]}, "column tools contains 'x'"),
         (
             {"prompt": 3, "completion": "x"},
             "prompt 3 is a int; it must be a string or chat messages",
         ),
         (
             {"system": "s", "messages": [{"role": "system", "content": "t"}, *TALK]},
-            "both a system column and",
+            "system",
         ),
     ],
 )
-def test_a_conversation_that_leaves_open_what_to_train_is_refused(tokenizer, record, said):
-    assert said in message_of(render, tokenizer, record)
+def test_a_conversation_that_leaves_open_what_to_train_is_refused(tokenizer, record, message):
+    assert message in catch_message(render, tokenizer, record)
 
 
 def test_a_template_that_drops_a_part_of_a_reply_or_renders_its_past_in_two_ways_is_refused(
@@ -174,11 +178,11 @@ def test_a_template_that_drops_a_part_of_a_reply_or_renders_its_past_in_two_ways
     other.chat_template = tokenizer.chat_template.replace(
         "+ message.content", "+ message.content[:5]"
     )
-    assert "drops a part of" in message_of(render, other, {"messages": TALK[:2]})
+    assert "drops a part of" in catch_message(render, other, {"messages": TALK[:2]})
     other.chat_template = (
         "{%- if not add_generation_prompt %}{{- 'x' }}{%- endif %}" + tokenizer.chat_template
     )
-    assert "in two ways" in message_of(render, other, {"messages": TALK[:2]})
+    assert "renders the messages before" in catch_message(render, other, {"messages": TALK[:2]})
 
 
 # ---- the loss
@@ -233,7 +237,7 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_ratio(checkpoints):
     model, rows = gwen.load_model(checkpoints["qwen3"]), random_rows(320)
     conversations = [rows[:2], rows[2:3], rows[3:]]
-    record = evaluate_replies(
+    record = evaluate_loss_on_replies(
         model, StepLoss(Config.from_flags(loss_type="sft"), SIZES), conversations, 40
     )
     logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]
@@ -255,37 +259,43 @@ def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_
 
 
 def given_with(flags):
-    return given_settings(parse_flags(["--model", "demo", "--loss-type", "sft", *flags.split()]))
+    return settings_from_flags(
+        parse_flags(["--model", "demo", "--loss-type", "sft", *flags.split()])
+    )
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (
             "--groups 8 --temp 1",
-            "--groups 8 is for what samples, --temp 1.0 is for what samples; --loss-type sft",
+            "--groups 8 is for runs that sample completions, --temp 1.0 is for runs that sample "
+            "completions; --loss-type sft",
         ),
-        ("--target-kl 0.01", "--target-kl 0.01 is for what samples; --loss-type sft"),
+        (
+            "--target-kl 0.01",
+            "--target-kl 0.01 is for runs that sample completions; --loss-type sft",
+        ),
         (
             "--init-adapter x --lora-rank 0",
-            "--init-adapter x: --lora-rank 0 trains no adapter; merge it",
+            "--init-adapter x cannot be combined with --lora-rank 0",
         ),
     ],
 )
-def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, said):
-    assert said in message_of(resolve, given_with(f"--data x.jsonl {flags}"))
+def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, message):
+    assert message in catch_message(resolve_settings, given_with(f"--data x.jsonl {flags}"))
 
 
 def test_sft_needs_data_and_its_first_line_names_the_replies_and_the_recipe():
-    assert "--loss-type sft needs --data" in message_of(resolve, given_with(""))
-    said = resolve(given_with("--data x.jsonl"))[1]
-    begin = "model: demo, as asked; replies: x.jsonl; task: own, by recipes/demo.yaml: --batch 8 --steps"
-    assert said.startswith(begin)
+    assert "--loss-type sft needs --data" in catch_message(resolve_settings, given_with(""))
+    line = resolve_settings(given_with("--data x.jsonl"))[1]
+    assert line.startswith("model: demo, ")
+    assert "; replies: x.jsonl; task: own, with recipes/demo.yaml: --batch 8 --steps" in line
 
 
 def test_the_environment_and_a_task_s_recipe_set_nothing_that_sft_has_not(monkeypatch):
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
-    config, _ = resolve(given_with("--data x.jsonl"))
+    config, _ = resolve_settings(given_with("--data x.jsonl"))
     assert (config.sampling.max_tokens, config.judge.chunk_size) == (256, 24)
     assert config.optimizer.learning_rate == 0.004  # the recipe's
 
@@ -324,7 +334,10 @@ def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_res
         str(directory),
     ]
     train.main(flags)
-    steps, evals = untimed(directory / "metrics.jsonl"), untimed(directory / "eval.jsonl")
+    steps, evals = (
+        read_untimed_log(directory / "metrics.jsonl"),
+        read_untimed_log(directory / "eval.jsonl"),
+    )
     assert (
         abs(steps[0]["kl"]) < 1e-6 and abs(evals[0]["eval/kl"]) < 1e-6
     )  # not the distance to the base
@@ -338,7 +351,8 @@ def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_res
     shutil.rmtree(directory / "checkpoints" / "step-000002")
     train.main(["--resume", str(directory)])
     assert (
-        untimed(directory / "metrics.jsonl") == steps and untimed(directory / "eval.jsonl") == evals
+        read_untimed_log(directory / "metrics.jsonl") == steps
+        and read_untimed_log(directory / "eval.jsonl") == evals
     )
     assert run_files.adapter_path(str(directory), 0) == str(directory / run_files.START)
 
@@ -356,9 +370,11 @@ def test_held_out_prompts_that_the_run_before_was_trained_on_are_told_of_at_the_
         ]
         return [row | {"split": "test" if n in held_out else "train"} for n, row in enumerate(rows)]
 
-    def said(before, flags, rows):
+    def warnings_at_start(before, flags, rows):
         words = f"--model demo --init-adapter {before} --data {write_log(tmp_path / 'now.jsonl', rows)} {flags}"
-        make_run(resolve(given_settings(parse_flags(words.split())))[0], tmp_path / "now")
+        make_run(
+            resolve_settings(settings_from_flags(parse_flags(words.split())))[0], tmp_path / "now"
+        )
         return [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
 
     of_replies, by_rewards, system = (
@@ -366,36 +382,36 @@ def test_held_out_prompts_that_the_run_before_was_trained_on_are_told_of_at_the_
         tmp_path / "before",
         {"role": "system", "content": "Be brief."},
     )
-    (line,) = said(of_replies / "adapter", "--reward length:9", rows_of(range(6), system))
-    told = f"WARNING: 6 of 6 held-out prompts are among those that {of_replies} was trained on, and prove little: "
-    assert line == f"{told}hold the same rows out in both, by a column split"
+    (line,) = warnings_at_start(
+        of_replies / "adapter", "--reward length:9", rows_of(range(6), system)
+    )
+    assert line.startswith(f"WARNING: {of_replies} was trained on 6 of the 6 held-out prompts, ")
+    assert "hold out the same rows in both runs" in line and "split" in line
     shutil.copytree(of_replies, by_rewards)
     data = write_log(tmp_path / "before.jsonl", rows_of(range(4)))
     (by_rewards / "config.yaml").write_text(
         f"model: demo\ntask: own\ndata: {data}\nreward: ['gone.py:score']\n"
     )
     for flags in ("--loss-type sft", "--reward length:9"):
-        (line,) = said(by_rewards, flags, rows_of(range(6), system))
-        assert line.startswith(
-            f"WARNING: 2 of 6 held-out prompts are among those that {by_rewards} was"
-        )
-        assert not said(by_rewards, flags, rows_of(range(4)))
+        (line,) = warnings_at_start(by_rewards, flags, rows_of(range(6), system))
+        assert line.startswith(f"WARNING: {by_rewards} was trained on 2 of the 6 held-out prompts")
+        assert not warnings_at_start(by_rewards, flags, rows_of(range(4)))
     (tmp_path / "before.jsonl").unlink()  # now nobody knows
-    assert not said(by_rewards, "--loss-type sft", rows_of(range(6)))
+    assert not warnings_at_start(by_rewards, "--loss-type sft", rows_of(range(6)))
 
 
 @pytest.mark.slow
 def test_a_run_is_evaluated_on_its_replies_or_on_the_problems_of_a_task_that_was_named(
-    golden, tmp_path, capsys, refused
+    golden, tmp_path, capsys, check_refusal
 ):
     source = golden("sft")
     evaluate.main(["--run", str(source)])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record | {"step": 3, "eval/s": 0} == read_log(source / "eval.jsonl")[-1] | {"eval/s": 0}
-    refused(
+    check_refusal(
         evaluate.main,
         ["--run", source, "--samples", "2"],
-        "--samples 2 changes nothing in the loss of",
+        "--samples 2 has no effect on the loss of",
     )
     run = shutil.copytree(source, tmp_path / "run")
     settings = (run / "config.yaml").read_text()
@@ -408,4 +424,4 @@ def test_a_run_is_evaluated_on_its_replies_or_on_the_problems_of_a_task_that_was
     rows = [{"prompt": f"What is {n} plus {n}?", "answer": "4"} for n in range(40)]
     asked = write_log(tmp_path / "asked.jsonl", rows)
     evaluate.main(["--run", str(source), "--data", asked, "--limit", "2", "--max-tokens", "4"])
-    assert "36 of the 40 prompts of --data" in capsys.readouterr().err
+    assert "36 of the 40 prompts in --data" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import io
 import threading
 
 import pytest
-from conftest import command
+from conftest import run_command
 
 from machine import alive
 
@@ -20,7 +20,7 @@ def now(monkeypatch):
 
 
 def signed(capsys):
-    alive.redraw_progress()
+    alive.redraw_bars_or_print_activities()
     return capsys.readouterr().err.strip()
 
 
@@ -64,7 +64,7 @@ def test_a_drawn_bar_is_drawn_again_and_no_line_is_written(now, monkeypatch):
     screen = Screen()
     bar = alive.Bar(total=4, desc="update", file=screen)
     before = screen.getvalue()
-    alive.redraw_progress()
+    alive.redraw_bars_or_print_activities()
     assert len(screen.getvalue()) > len(before) and "..." not in screen.getvalue()
     bar.start_t = bar.last_print_t = now[0]
     bar._time = lambda: now[0]
@@ -99,6 +99,6 @@ with alive.show_activity("multiplying"):
     while alive.time.monotonic() - begin < 1.5:
         mx.eval(mx.ones((1500, 1500)) @ mx.ones((1500, 1500)))
 """
-    done = command("-c", program)
+    done = run_command("-c", program)
     assert done.returncode == 0
     assert "... multiplying, " in done.stderr and "so far" in done.stderr

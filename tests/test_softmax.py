@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import normal, peak_of
+from conftest import draw_normal, measure_peak
 from test_divergence import log_softmax
 
 from layers import lm_head, softmax
@@ -75,7 +75,7 @@ def test_token_logprobs_equal_the_formula_in_value_and_gradient(
     monkeypatch.setattr(
         lm_head, "LOGPROB_TILE", 3 * 170
     )  # chunks of 3: three tiles of 170 ids and one of 90
-    hidden, weight = normal(2, 5, 6), normal(vocab, 6)
+    hidden, weight = draw_normal(2, 5, 6), draw_normal(vocab, 6)
     ids = mx.array(RNG.integers(0, vocab, (2, 5)).astype(np.int32))
     choice = {"temperature": temperature, "head": head, "support": support}
     logprobs, entropy = lm_head.token_logprobs(hidden, weight, ids, **choice)
@@ -92,7 +92,7 @@ def test_token_logprobs_equal_the_formula_in_value_and_gradient(
         np.array(entropy).reshape(-1), expected_entropy, atol=5e-6, rtol=1e-6
     )
 
-    a = normal(2, 5)
+    a = draw_normal(2, 5)
 
     def ours(hidden, weight):
         logprobs, _ = lm_head.token_logprobs(hidden, weight, ids, **choice)
@@ -117,7 +117,7 @@ def test_token_logprobs_equal_the_formula_in_value_and_gradient(
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_logprobs_of_16_bit_weights_are_exact_and_gradients_keep_their_dtypes(dtype):
     """Logits rounded to 16 bits would be off by 4e-3 in float16 and 0.06 in bfloat16."""
-    hidden, weight = normal(1, 4, 64).astype(dtype), normal(700, 64).astype(dtype)
+    hidden, weight = draw_normal(1, 4, 64).astype(dtype), draw_normal(700, 64).astype(dtype)
     ids = mx.array([[1, 2, 3, 699]])
 
     def total(hidden, weight):
@@ -145,11 +145,11 @@ def test_logprobs_of_16_bit_weights_are_exact_and_gradients_keep_their_dtypes(dt
 @pytest.mark.parametrize(("head", "most"), [("frozen", 70), ("trained", 75)])
 def test_the_memory_of_logprobs_does_not_grow_with_their_number(head, most):
     """One (N, T, V) array is 74 MiB for 128 positions and 297 for 512; no memory limit is set."""
-    weight = normal(VOCAB, 4)  # 2.3 MiB
+    weight = draw_normal(VOCAB, 4)  # 2.3 MiB
     peaks = []
     for length in (128, 512):
         hidden, ids = (
-            normal(1, length, 4),
+            draw_normal(1, length, 4),
             mx.array(RNG.integers(0, VOCAB, (1, length)).astype(np.int32)),
         )
         mx.eval(hidden, weight, ids)
@@ -159,7 +159,7 @@ def test_the_memory_of_logprobs_does_not_grow_with_their_number(head, most):
 
         gradient = mx.value_and_grad(total, argnums=(0, 1))
         peaks.append(
-            peak_of(lambda gradient=gradient, hidden=hidden: gradient(hidden, weight)) / 2**20
+            measure_peak(lambda gradient=gradient, hidden=hidden: gradient(hidden, weight)) / 2**20
         )
     assert max(peaks) < most and peaks[1] < 1.3 * peaks[0] + 1, peaks
 

@@ -28,7 +28,7 @@ CHOICES = {
 
 def values_of(kind, row, texts):
     answers = CHOICES.get(kind, []) * 3 or [row["answer"]]
-    _, verify = verifiers.choose("auto", answers)
+    _, verify = verifiers.choose_verifier("auto", answers)
     return verify(completions=texts, answer=[row["answer"]] * len(texts))
 
 
@@ -48,7 +48,7 @@ def test_each_rule_of_the_page_holds_for_its_example():
     assert len(rules) >= 15
     for rule, example, stated in rules:
         answers = answers_of_kind(example)
-        _, verify = verifiers.choose("auto", answers)
+        _, verify = verifiers.choose_verifier("auto", answers)
         text = example.replace("\u23ce", "\n")
         right = [
             answer
@@ -107,7 +107,7 @@ def test_a_thought_states_nothing_to_any_verifier(opening):
         f"{opening}\\boxed{{41}}{closing}\\boxed{{42}}",
     ]
     for name in ("number", "exact", "marked"):
-        _, verify = verifiers.choose(name, ["42"])
+        _, verify = verifiers.choose_verifier(name, ["42"])
         assert verify(completions=said, answer=["42"] * 3) == [0, 0, 1], name
 
 
@@ -134,7 +134,7 @@ def rollout_of(texts, turns=None):
 def test_a_completion_of_a_prompt_that_opens_a_thought_begins_with_its_tag():
     opens, plain = ([*map(ord, prompt)] for prompt in (OPENED[0], NOT_OPENED[0]))
     cut_off, closed = "So the answer is 42.", "It is 41.\n</think>\n\n42"
-    texts = generation.decode_with_thoughts(
+    texts = generation.decode_with_opening_think_tags(
         Tokenizer(), rollout_of([cut_off, closed, cut_off]), [opens, opens, plain], [0]
     )
     assert texts == [f"<think>\n{cut_off}", f"<think>\n{closed}", cut_off]
@@ -151,7 +151,9 @@ def test_each_turn_after_a_tool_begins_with_the_tag():
     sequence = [*map(ord, first), 0, *map(ord, told), *map(ord, second), 0]
     places = [*range(len(first) + 1), *range(len(first) + 1 + len(told), len(sequence))]
     rollout = rollout_of([first + second], {"sequences": [sequence], "places": [places]})
-    (text,) = generation.decode_with_thoughts(Tokenizer(), rollout, [[*map(ord, OPENED[0])]], [0])
+    (text,) = generation.decode_with_opening_think_tags(
+        Tokenizer(), rollout, [[*map(ord, OPENED[0])]], [0]
+    )
     assert text == f"<think>\n{first}\n<think>\n{second}"
     assert statements.strip_thoughts(text) == "<call>"
 
@@ -179,15 +181,15 @@ def test_a_judge_reads_what_follows_a_thought_and_our_rewards_too(tmp_path):
 
 def test_any_member_of_a_list_is_a_right_answer():
     cities = [["NYC", "New York"], ["LA", "Los Angeles"]]
-    name, verify = verifiers.choose("auto", cities)
+    name, verify = verifiers.choose_verifier("auto", cities)
     assert name == "exact"
     said = ["It is New York.", "NYC\n\nIt is the largest.", "LA", "NYC or LA"]
     assert verify(completions=said, answer=[cities[0]] * 4) == [1, 1, 0, 0]
-    assert verifiers.choose("number", [["42", "43"]])[1](
+    assert verifiers.choose_verifier("number", [["42", "43"]])[1](
         completions=["43", "44"], answer=[["42", "43"]] * 2
     ) == [1, 0]
     letters = [["A", "C"], ["B"]] * 6
-    name, verify = verifiers.choose("auto", letters)
+    name, verify = verifiers.choose_verifier("auto", letters)
     assert name == "choice"
     assert verify(completions=["C. Because", "A", "B", "A or C"], answer=[["A", "C"]] * 4) == [
         1,
@@ -196,15 +198,17 @@ def test_any_member_of_a_list_is_a_right_answer():
         0,
     ]
     assert verify(completions=["A", "A"], answer=[[], None]) == [None, None]
-    assert verifiers.is_compared(["It depends on the weather, on the season and on you.", "Paris"])
+    assert verifiers.is_comparable_answer(
+        ["It depends on the weather, on the season and on you.", "Paris"]
+    )
 
 
 def test_the_audit_takes_lists_of_answers():
     examples = [
         {"prompt": f"{n} * 7?", "answer": [str(7 * n), f"{7 * n} pears"]} for n in (6, 3, 9)
     ]
-    _, verify = verifiers.choose("auto", [example["answer"] for example in examples])
-    found = audit.audit("correct", verify, examples)
+    _, verify = verifiers.choose_verifier("auto", [example["answer"] for example in examples])
+    found = audit.audit_reward("correct", verify, examples)
     assert found.form == audit.SENTENCE
     assert found.surprises == []
     assert {"explained afterwards", "boxed working before"} <= {

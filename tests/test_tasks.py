@@ -7,7 +7,7 @@ from collections import Counter
 import datasets
 import pytest
 import yaml
-from conftest import ROOT, command, message_of, read_log, write_log
+from conftest import ROOT, catch_message, read_log, run_command, write_log
 
 import evaluate
 import tasks
@@ -92,11 +92,8 @@ def test_held_out_prompts_count_once_and_are_not_trained_on_and_a_line_says_how_
     )
     assert [one["prompt"] for one in task.train] == ["a", "c", "a"]
     assert [(one["prompt"], one["answer"]) for one in task.held_out] == [("b", "1"), ("b", "2")]
-    said = "1 training rows are left out, because their prompts are held out; 1 held-out rows repeat another row and count once"
-    assert (
-        task.notes[1:] == [f"data: {said}"]
-        and "1 prompts have several answers, as 'b'" in task.notes[0]
-    )
+    said = "1 training rows were removed, because their prompts are held out; 1 held-out rows were removed, because they repeat another row"
+    assert task.notes[1:] == [f"data: {said}"] and "different answers, such as 'b'" in task.notes[0]
     drawn = [row | {"environment": "cards"} for row in rows]
     assert (
         len(tasks.load_task("own", data=write_log(tmp_path / "drawn.jsonl", drawn)).held_out) == 2
@@ -182,7 +179,7 @@ def test_a_local_gsm8k_file_gives_questions_and_the_number_after_the_hashes(tmp_
         completions=[f"\\boxed{{{2 * number}}}"], answer=[example["answer"]]
     ) == [1.0]
     path.write_text('{"question": "How many?", "answer": "some"}\n')
-    assert "line 1: answer 'some' is not a number" in message_of(
+    assert "line 1: the answer 'some' is not a number" in catch_message(
         tasks.load_task, "gsm8k", data=str(path)
     )
 
@@ -206,8 +203,8 @@ def test_math_reads_problems_with_an_answer_or_with_a_boxed_solution(tmp_path):
     asked = {"answer": [task.held_out[0]["answer"]] * 2}
     assert task.verifier(completions=["\\boxed{0.5}", "\\boxed{0.6}"], **asked) == [1, 0]
     path = write_log(tmp_path / "none.jsonl", [{"problem": "p?", "solution": "no box"}])
-    assert "line 1: no answer" in message_of(tasks.load_task, "math", data=path)
-    assert "--data FILE.jsonl" in message_of(tasks.load_task, "math")
+    assert "line 1: there is no answer" in catch_message(tasks.load_task, "math", data=path)
+    assert "--data FILE.jsonl" in catch_message(tasks.load_task, "math")
 
 
 def test_gsm8k_is_read_from_the_hub_by_split(monkeypatch):
@@ -276,5 +273,5 @@ def test_the_recipe_of_gsm8k_trains_three_seeds_and_measures_on_all_test_questio
 def test_data_rewards_and_tasks_import_nothing_heavy(module):
     heavy = {"mlx", "datasets", "pyarrow", "gwen"} | ({"numpy"} if module != "tasks" else set())
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
-    out = command("-c", code, check=True)
+    out = run_command("-c", code, check=True)
     assert out.stdout.strip() == "[]"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, message_of
+from conftest import ROOT, catch_message
 
 from config import Config
 from prompts import chat_template, chats
@@ -79,8 +79,8 @@ def fails(text: str | None = None) -> str:
     raise RuntimeError(f"no {text}")
 
 
-SCHEMAS = calls.tool_schemas("--tools", {"add": add, "later": later, "fails": fails})
-JSON, CODER = map(calls.choose_call_reader, ("<tool_call>", "<tool_call>\n<function="))
+SCHEMAS = calls.make_tool_schemas("--tools", {"add": add, "later": later, "fails": fails})
+JSON, CODER = map(calls.choose_call_parser, ("<tool_call>", "<tool_call>\n<function="))
 
 # ---- calls
 
@@ -98,11 +98,11 @@ def coder(name, **arguments):
 
 def test_calls_are_read_after_the_thought_in_order():
     text = f"<think>{call('add', {'a': 1})}</think>Let me see. {call('add', {'a': 2})}\n{call('later', {'seconds': 1})}"
-    assert calls.read_calls(text, JSON, SCHEMAS) == [
-        calls.Call("add", {"a": 2}),
-        calls.Call("later", {"seconds": 1}),
+    assert calls.parse_calls(text, JSON, SCHEMAS) == [
+        calls.ToolCall("add", {"a": 2}),
+        calls.ToolCall("later", {"seconds": 1}),
     ]
-    assert calls.read_calls("no call", JSON, SCHEMAS) == []
+    assert calls.parse_calls("no call", JSON, SCHEMAS) == []
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_both_formats_are_read_whole_numbers_and_null_where_it_may_be(name, argu
         (call(name, arguments), JSON),
         (coder(name, **arguments).replace("None", "null"), CODER),
     ):
-        assert calls.read_calls(text, read, SCHEMAS) == [calls.Call(name, arguments)]
+        assert calls.parse_calls(text, read, SCHEMAS) == [calls.ToolCall(name, arguments)]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_both_formats_are_read_whole_numbers_and_null_where_it_may_be(name, argu
     ],
 )
 def test_what_cannot_be_called_says_why(text, error):
-    (found,) = calls.read_calls(text, CODER if "<function=" in text else JSON, SCHEMAS)
+    (found,) = calls.parse_calls(text, CODER if "<function=" in text else JSON, SCHEMAS)
     assert error in found.error and "\n" not in found.error
 
 
@@ -166,14 +166,14 @@ ADD = call("add", {"a": 1})
     ],
 )
 def test_a_result_that_the_model_writes_itself_is_a_failure_shown_and_told(talker, text):
-    made = calls.read_calls(text, JSON, SCHEMAS)
+    made = calls.parse_calls(text, JSON, SCHEMAS)
     assert [one.error == "" for one in made] == [True] * text.count("<tool_call>") + [False]
     talk = Episodes(box_of(talker, [add]), EXAMPLES, [0], "0")
     _, messages = answer(talk, talker, text)
     assert messages[0]["content"] == text, "all of it is shown"
     told = [message["content"] for message in messages[1:]]
     assert told[:-1] == ["2"] * text.count("<tool_call>") and "error" in json.loads(told[-1])
-    (sample,) = talk.attach_to_samples([Sample([], [1], range(1), 0)], {})
+    (sample,) = talk.add_conversations_to_samples([Sample([], [1], range(1), 0)], {})
     assert journal.tool_metrics([sample], SimpleNamespace(wait_s=0.0))["tools/failures"] == 1
 
 
@@ -189,7 +189,7 @@ def test_a_result_that_the_model_writes_itself_is_a_failure_shown_and_told(talke
     ],
 )
 def test_a_turn_that_ends_with_its_calls_forges_nothing(text):
-    assert not any(one.error for one in calls.read_calls(text, JSON, SCHEMAS))
+    assert not any(one.error for one in calls.parse_calls(text, JSON, SCHEMAS))
 
 
 def test_text_between_calls_stands_in_the_messages(talker):
@@ -200,13 +200,15 @@ def test_text_between_calls_stands_in_the_messages(talker):
 
 
 def test_tools_without_types_or_words_and_templates_without_tools_are_refused_by_name():
-    assert "has no tools" in message_of(calls.choose_call_reader, "{{ messages }}")
-    assert "--tools: the tool f has no schema" in message_of(
-        calls.tool_schemas, "--tools", {"f": lambda x: x}
+    assert "<tool_call>" in catch_message(calls.choose_call_parser, "{{ messages }}")
+    assert "--tools: the tool f has no schema" in catch_message(
+        calls.make_tool_schemas, "--tools", {"f": lambda x: x}
     )
-    assert "has no method reset" in message_of(calls.environment_schemas, type("Empty", (), {}))
+    assert "has no method reset" in catch_message(
+        calls.make_environment_schemas, type("Empty", (), {})
+    )
     helped = type("Helped", (guess.Guess,), {"close": lambda self: None})
-    assert "begin the name with _" in message_of(calls.environment_schemas, helped)
+    assert "begin the name with _" in catch_message(calls.make_environment_schemas, helped)
 
 
 # ---- the ids between turns
@@ -262,16 +264,16 @@ def test_what_a_tool_says_is_never_a_control_token(talker):
 
     expected = frame_of("plain")
     for _ in range(200):
-        text = frame.shorten(hostile(rng), 1000)
+        text = frame.cut_to_tokens(hostile(rng), 1000)
         assert frame_of(text) == expected
 
 
 def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
     frame = calls.TurnCodec(talker, [talker.eos_token_id], thinking=False)
-    text = frame.shorten("ab" * 500_000, 10)
+    text = frame.cut_to_tokens("ab" * 500_000, 10)
     shown, said = text.split("\n")
     assert len(talker.encode(shown)) == 10 and said == f"[cut: {len(shown)} of 1000000 characters]"
-    assert frame.shorten("two and two", 30) == "two and two"
+    assert frame.cut_to_tokens("two and two", 30) == "two and two"
 
 
 # ---- episodes
@@ -317,7 +319,7 @@ def test_a_turns_calls_are_made_in_order_and_told_back(talker):
     ]
     assert ids == box.codec.encode_between_turns(messages[1:], list(box.schemas[""].values()))
     assert answer(talk, talker, "four")[0] == "stop"
-    (sample,) = talk.attach_to_samples([Sample([], [1], range(1), 0)], {})
+    (sample,) = talk.add_conversations_to_samples([Sample([], [1], range(1), 0)], {})
     calls = sample.conversation["tool_calls"]
     assert [one["error"] for one in calls] == [None, "RuntimeError: no luck", None]
     assert [one["turn"] for one in calls] == [0, 0, 0] and sample.conversation["turns"] == 2
@@ -337,7 +339,7 @@ def test_the_tool_and_the_environment_of_the_page_answer_a_turn(talker, tmp_path
     asked = call("search", {"query": "opening hours"}), call("guess", {"number": number})
     _, messages = answer(talk, talker, "".join(asked))
     assert [one["content"] for one in messages[1:]] == ["9 to 17, closed on Sundays", "right"]
-    talk.request_rewards()
+    talk.collect_episode_rewards()
     assert talk.episodes[0].reward == 1
 
 
@@ -450,12 +452,14 @@ def test_an_instance_lives_in_a_thread_of_its_own_and_its_rewards_come_once(talk
     talk = Episodes(box, [{"prompt": "a"}] * 3 + [{"prompt": "b"}] * 3, [0] * 3 + [1] * 3, "0")
     assert answer(talk, talker, call("check", {"what": "x"}), row=4)[1][-1]["content"] == "x"
     blank = [Sample([], [], (), 0)] * 6
-    columns = [one.columns for one in talk.attach_to_samples(blank, {})]
+    columns = [one.columns for one in talk.add_conversations_to_samples(blank, {})]
     assert [one["earned"] for one in columns] == [("Threads", 0.5)] * 6
     instances = [one["environments"] for one in columns]
     threads = {one.thread for one in instances}
     assert len(threads) == 6 and threading.get_ident() not in threads
-    again = Episodes(box, [{"prompt": "a"}] * 6, [0] * 6, "1").attach_to_samples(blank, {})
+    again = Episodes(box, [{"prompt": "a"}] * 6, [0] * 6, "1").add_conversations_to_samples(
+        blank, {}
+    )
     assert [one.columns["environments"] for one in again] == instances  # reused
 
 
@@ -487,7 +491,7 @@ def test_a_reset_that_differs_within_a_group_is_refused(talker):
             return f"number {Own.count}"
 
     box = box_of(talker, environments={"": Own})
-    said = message_of(Episodes, box, [{"prompt": "a"}] * 3, [0, 1, 0], "0")
+    said = catch_message(Episodes, box, [{"prompt": "a"}] * 3, [0, 1, 0], "0")
     assert "reset" in said and "'number 1' and 'number 3'" in said
 
 
@@ -497,7 +501,7 @@ def test_what_an_environment_raises_names_it(talker):
             raise KeyError("key")
 
     box = box_of(talker, environments={"": Broken})
-    said = message_of(Episodes(box, EXAMPLES, [0], "0").request_rewards)
+    said = catch_message(Episodes(box, EXAMPLES, [0], "0").collect_episode_rewards)
     assert "environment Broken: get_reward raised KeyError: 'key'" in said
     for value in (
         [1.0],
@@ -506,15 +510,15 @@ def test_what_an_environment_raises_names_it(talker):
         10**400,
     ):  # which only a run refused, and `chat.py` could not show
         Broken.get_reward = lambda self, value=value: value
-        said = message_of(Episodes(box, EXAMPLES, [0], "0").request_rewards)
+        said = catch_message(Episodes(box, EXAMPLES, [0], "0").collect_episode_rewards)
         assert (
             said
-            == f"environment Broken: get_reward gave {shorten_value(value)} for an episode; return a number"
+            == f"environment Broken: get_reward returned {shorten_value(value)} for an episode; return a number"
         )
     for value, given in ((np.array(2.0), 2.0), (None, None)):
         Broken.get_reward = lambda self, value=value: value
-        (talk := Episodes(box, EXAMPLES, [0], "0")).request_rewards()
-        assert talk.episodes[0].reward == given and "[stop]" in talk.describe(0, "stop")
+        (talk := Episodes(box, EXAMPLES, [0], "0")).collect_episode_rewards()
+        assert talk.episodes[0].reward == given and "[stop]" in talk.format_episode(0, "stop")
 
 
 def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
@@ -559,7 +563,7 @@ def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
     ],
 )
 def test_the_calculator_evaluates_nothing_else(expression):
-    assert message_of(calculator.calculator, expression)
+    assert catch_message(calculator.calculator, expression)
 
 
 def test_zeros_in_front_and_white_space_change_nothing():
@@ -606,11 +610,11 @@ def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "three"},
     ]
-    example = chats.read_chat(
+    example = chats.read_conversation_example(
         {"messages": messages, "tools": json.dumps(list(box.schemas[""].values()))}
     )
     how = {"thinking": False, "end_ids": [talker.eos_token_id], "context": 1000}
-    rows, end = chats.render_conversation(talker, example, **how), [talker.eos_token_id]
+    rows, end = chats.encode_conversation(talker, example, **how), [talker.eos_token_id]
     prompt = box.encode_prompt({"prompt": messages[0]["content"]})
     first = talker.encode(call("add", {"a": 2}), add_special_tokens=False) + end
     told = box.codec.encode_between_turns([messages[2]], list(box.schemas[""].values()))
@@ -628,9 +632,9 @@ def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
             "tool_calls of message 2",
         ),
         ({"tool_calls": ["add"]}, "tool_calls of message 2"),
-        ({"role": "tool"}, "no message of the assistant"),
+        ({"role": "tool"}, "assistant"),
     ],
 )
 def test_a_conversation_with_calls_that_cannot_be_read_is_refused(change, said):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""} | change]
-    assert said in message_of(chats.read_chat, {"messages": messages})
+    assert said in catch_message(chats.read_conversation_example, {"messages": messages})

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import oracle
 import pytest
-from conftest import command, message_of, read_log, write_log
+from conftest import catch_message, read_log, run_command, write_log
 
 import chat
 import evaluate
@@ -171,7 +171,7 @@ def test_a_run_records_conversations_and_trains_what_the_model_wrote(golden):
         )
     shown = [
         row
-        for group in page.make_completions(history.load_history(run))["groups"]
+        for group in page.completion_groups_for_page(history.load_history(run))["groups"]
         for row in group["rows"]
     ]
     replies = [
@@ -265,7 +265,7 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
     """Python's own end would abort, exit status 134."""
     (tmp_path / "hangs.py").write_text(HANGS)
     how = "--model demo:tools --steps 1 --batch 1 --groups 8 --eval-every 0 --max-tokens 40 --tool-timeout 0.3".split()
-    done = command(
+    done = run_command(
         "train.py",
         *how,
         "--tools",
@@ -283,10 +283,10 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"task": "env"}, "--task env talks with an environment; name it: --env FILE.py:Class"),
+        ({"task": "env"}, "--task env needs an environment; name it with --env FILE.py:Class"),
         ({"env": "WORLD:Missing"}, "has no class 'Missing'"),
         ({"env": "WORLD:tried"}, "not a class"),
-        ({"env": "WORLD:Door,WORLD:Well"}, "several environments have a name each"),
+        ({"env": "WORLD:Door,WORLD:Well"}, "give each of several environments a different name"),
         ({"tools": ["WORLD:tried"]}, "--tools: the tool tried has no schema"),
         ({"tools": ["WORLD:calculator,again"]}, "two tools have the same name; rename one"),
         (
@@ -295,36 +295,36 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
         ),
         (
             {"env": "WORLD:Door", "tools": ["WORLD:calculator"]},
-            "Door and --tools both have a tool calculator",
+            "Door of --env and the functions of --tools both have a tool calculator",
         ),
         (
             {"env": "WORLD:Silent"},
-            "--env: Silent has reward_per_turn and no method get_reward; add it",
+            "the environment Silent of --env has reward_per_turn, but no method get_reward",
         ),
         (
             {"env": "WORLD:Warmer", "advantage": "rloo"},
-            "--advantage rloo is for whole conversations, and Warmer has",
+            "--advantage rloo needs one reward per conversation, but Warmer has",
         ),
         (
             {"env": "WORLD:Warmer", "scale_rewards": "batch"},
-            "--scale-rewards batch is for whole conversations",
+            "--scale-rewards batch needs one reward",
         ),
         (
             {"env": "WORLD:Warmer", "reward_gate": "form"},
-            "--reward-gate form is for whole conversations",
+            "--reward-gate form needs one reward",
         ),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_line_before_a_model_is_loaded(world, settings, said):
     text = json.dumps(settings).replace("WORLD", world)
     config = resolve_settings(
-        SMALL | json.loads(text), None, None, lambda name: (name, "as asked")
+        SMALL | json.loads(text), None, None, lambda name: (name, "as requested")
     )[0]
-    assert said in message_of(make_task, config)
+    assert said in catch_message(make_task, config)
 
 
 def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_path, world):
-    said = message_of(start, tmp_path, env=f"{world}:Rusty")
+    said = catch_message(start, tmp_path, env=f"{world}:Rusty")
     assert f"environment Rusty: reset raised OSError: the hinge is rusty, at {world}:" in said
     assert not (tmp_path / "run").exists()
 
@@ -335,17 +335,17 @@ def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_pa
         (
             {"prompt": "Open.", "environment": "window"},
             {"env": "door=WORLD:Door"},
-            "column environment holds 'window'; the environments of --env are door",
+            "column environment contains 'window'",
         ),
         (
             {"environment": "door"},
             {"reward": ["boxed_once"]},
-            "has rows without a prompt; name the environment that gives it: --env",
+            "has rows without a prompt; add a prompt to each row",
         ),
         (
             {"prompt": "Open.", "chat_template_kwargs": {"tone": "kind"}},
             {"env": "WORLD:Door"},
-            "column chat_template_kwargs is for completions without tools",
+            "column chat_template_kwargs does not work with tools",
         ),
     ],
 )
@@ -355,7 +355,7 @@ def test_rows_that_no_environment_can_take_are_refused(tmp_path, world, row, set
     config = check_settings(
         SMALL | {"task": "own", "data": write_log(tmp_path / "data.jsonl", rows)} | named
     )
-    assert said in message_of(GrpoRun, config, tmp_path)
+    assert said in catch_message(GrpoRun, config, tmp_path)
 
 
 def test_turns_that_are_paid_have_advantages_of_their_own(tmp_path, world, monkeypatch):
@@ -406,8 +406,9 @@ def test_turns_that_are_paid_have_advantages_of_their_own(tmp_path, world, monke
 
 def test_a_turns_reward_that_is_no_number_ends_the_run_in_a_line(tmp_path, world):
     run = start(tmp_path, env=f"{world}:Worded", steps=1)
-    assert "environment Worded: get_reward gave 'near' for a turn; return a number" in message_of(
-        run.fit
+    assert (
+        "environment Worded: get_reward returned 'near' for a turn; return a number"
+        in catch_message(run.fit)
     )
 
 
@@ -481,6 +482,6 @@ def test_a_task_is_evaluated_and_played_with_the_model_that_a_training_takes(cap
         resolve_settings({"task": task}, None, None, model_choice.choose_model)[0].model.name,
         capsys.readouterr(),
     )
-    assert f"model: {trained}, the task's own" in said.err
+    assert f"model: {trained}, the model of the task" in said.err
     assert main is chat.main or json.loads(said.out.splitlines()[-1])["eval/num"] == 2
-    assert model_choice.choose_model("smollm2", None, trained) == ("smollm2", "as asked")
+    assert model_choice.choose_model("smollm2", None, trained) == ("smollm2", "as requested")

@@ -14,14 +14,21 @@ import mlx_lm
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, read_log, untimed
-from small_run import SMALL, make_config, make_run, resolve, sample, update_once
+from conftest import ROOT, read_log, read_untimed_log
+from small_run import (
+    SMALL_FLAGS,
+    make_config,
+    make_run,
+    resolve_settings,
+    sample_first_prompts,
+    update_once,
+)
 from test_remote_judge import completion as chat_completion
 from test_remote_judge import serving  # noqa: F401  a fixture
 
 import chat
 import evaluate
-import evaluation.evaluate
+import evaluation.score_task
 import grpo
 import gwen
 import sampler
@@ -30,7 +37,7 @@ import trainer
 import update
 from config import Config
 from disk import adapters, checkpoint, hub
-from evaluation.evaluate import KEY
+from evaluation.score_task import KEY
 from forecast import memory_estimate
 from machine import versions
 from prompts import chat_template
@@ -73,17 +80,22 @@ def test_prompts_are_rendered_without_thinking_unless_asked_and_the_judge_s_too(
 def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(tmp_path):
     full, recipe = {"model": "demo", "lora_rank": 0}, tmp_path / "full.yaml"
     recipe.write_text("lora_rank: 0\nlearning_rate: 0.0003\n")
-    assert resolve(full, None, None)[0].optimizer.learning_rate == pytest.approx(0.0004)
-    assert resolve(full | {"task": "values"}, None, None)[
+    assert resolve_settings(full, None, None)[0].optimizer.learning_rate == pytest.approx(0.0004)
+    assert resolve_settings(full | {"task": "values"}, None, None)[
         0
     ].optimizer.learning_rate == pytest.approx(5e-6)
-    assert resolve(full | {"optimizer": "sgd"}, None, None)[0].optimizer.learning_rate == 1
-    assert resolve(full | {"learning_rate": 0.002}, None, None)[0].optimizer.learning_rate == 0.002
+    assert resolve_settings(full | {"optimizer": "sgd"}, None, None)[0].optimizer.learning_rate == 1
+    assert (
+        resolve_settings(full | {"learning_rate": 0.002}, None, None)[0].optimizer.learning_rate
+        == 0.002
+    )
     for flags in (full, {"model": "demo"}):  # a recipe's rate is the one for its own rank
-        assert resolve(flags, str(recipe), None)[0].optimizer.learning_rate == 0.0003
+        assert resolve_settings(flags, str(recipe), None)[0].optimizer.learning_rate == 0.0003
     recipe.write_text("lora_rank: 0\n")
     for flags in (full, {"model": "demo"}):
-        assert resolve(flags, str(recipe), None)[0].optimizer.learning_rate == pytest.approx(1e-5)
+        assert resolve_settings(flags, str(recipe), None)[
+            0
+        ].optimizer.learning_rate == pytest.approx(1e-5)
 
 
 def test_no_second_model_is_held_for_a_reference_or_a_judge(tmp_path):
@@ -115,7 +127,7 @@ def test_rewards_are_computed_once_a_step(tmp_path):
         "--eval-every",
         "0",
     ]
-    train.main([*SMALL, *flags, "--run-dir", str(run), "--steps", "3"])
+    train.main([*SMALL_FLAGS, *flags, "--run-dir", str(run), "--steps", "3"])
     rewards = [line["reward"] for line in read_log(run / "rollouts.jsonl")]
     assert [reward // 1 for reward in rewards[::12]] == [0, 1, 2]
 
@@ -151,7 +163,7 @@ def drawn(rewards, reasons=None):
         ),
         (
             "--combine-rewards normalize",
-            lambda rewards: grpo.decoupled_advantages(rewards[None], [1.0]),
+            lambda rewards: grpo.gdpo_decoupled_advantages(rewards[None], [1.0]),
         ),
     ],
 )
@@ -186,14 +198,14 @@ def test_a_group_whose_rows_are_all_left_out_teaches_nothing():
     )
     for truncated, signals in (("mask", [False, True]), ("keep", [True, True])):
         told = advantages.assign_advantages(
-            config.with_settings(truncated=truncated), drawn([[0, 1], [0, 1]], reasons), {}
+            config.copy_with_settings(truncated=truncated), drawn([[0, 1], [0, 1]], reasons), {}
         )
         assert [group[0].has_signal for group in samples.group_samples(told)] == signals
         assert all(one.rewards_differ for one in told)
         counted = [
             bool(one.loss_positions)
             for one in advantages.mark_for_update(
-                config.with_settings(truncated=truncated), told, 0
+                config.copy_with_settings(truncated=truncated), told, 0
             )
         ]
         assert counted == [truncated == "keep" or reason == "stop" for reason in reasons]
@@ -235,7 +247,7 @@ def test_groups_of_equal_rewards_are_counted_by_their_rewards_whatever_they_teac
         (Config.from_flags(), lambda rewards: rewards + 1),
         (Config.from_flags(advantage="reinforce"), None),
     ):
-        config = config.with_settings(batch=2, groups=2, scale_rewards="batch")
+        config = config.copy_with_settings(batch=2, groups=2, scale_rewards="batch")
         told = advantages.assign_advantages(config, drawn([[1, 1], [0, 1]], ["stop"] * 4), {}, own)
         assert [(one.has_signal, one.rewards_differ) for one in told] == [(True, False)] * 2 + [
             (True, True)
@@ -261,8 +273,8 @@ def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
         run = make_run(tmp_path / how, *flags)
         list(train.train(run))
         (metrics,), lines = (
-            untimed(tmp_path / how / "metrics.jsonl"),
-            untimed(tmp_path / how / "rollouts.jsonl"),
+            read_untimed_log(tmp_path / how / "metrics.jsonl"),
+            read_untimed_log(tmp_path / how / "rollouts.jsonl"),
         )
         cut = [line for line in lines if line["finish_reason"] == "length"]
         assert 0 < len(cut) < 12 and metrics["completion/truncated_frac"] == len(cut) / 12
@@ -277,9 +289,10 @@ def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
 
 def test_a_stop_text_ends_completions_of_training_evaluation_and_sampling(tmp_path, capsys):
     path, flags = str(tmp_path / "run"), ("--steps", "1", "--eval-every", "1", "--stop", "ty", "e")
-    train.main([*SMALL, *flags, "--run-dir", path])
+    train.main([*SMALL_FLAGS, *flags, "--run-dir", path])
     lines, answers = (
-        untimed(tmp_path / "run" / name) for name in ("rollouts.jsonl", "eval_answers.jsonl")
+        read_untimed_log(tmp_path / "run" / name)
+        for name in ("rollouts.jsonl", "eval_answers.jsonl")
     )
     tokenizer = gwen.load("demo")[1]
     stopped = [
@@ -288,7 +301,9 @@ def test_a_stop_text_ends_completions_of_training_evaluation_and_sampling(tmp_pa
     assert stopped and all(line["finish_reason"] == "stop" for line in stopped)
     assert not any(text in line["completion"] for line in lines for text in ("ty", "e"))
     evaluate.main(["--run", path, "--out", str(tmp_path / "out.jsonl")])
-    assert untimed(tmp_path / "out.jsonl") == [line for line in answers if line.pop("step") == 1]
+    assert read_untimed_log(tmp_path / "out.jsonl") == [
+        line for line in answers if line.pop("step") == 1
+    ]
     capsys.readouterr()
     chat.main(["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", "hre"])
     assert capsys.readouterr().out == "One plus two is t\n"
@@ -310,14 +325,16 @@ def test_a_stop_text_ends_completions_of_training_evaluation_and_sampling(tmp_pa
 
 def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(golden):
     run, tokens = golden("kl"), mx.array([[1, 5, 9, 2, 30]])
-    places = [*checkpoint.saved_checkpoints(run), run, run / "adapter-best"]
+    places = [*checkpoint.list_checkpoints(run), run, run / "adapter-best"]
     assert len(places) == 5
     for path in places:
         ours = gwen.load("demo", adapter=path)[0](tokens)
-        peer, _ = mlx_lm.load(str(hub.DEMO), adapter_path=str(adapters.find_adapter(path)))
+        peer, _ = mlx_lm.load(
+            str(hub.DEMO), adapter_path=str(adapters.find_adapter_directory(path))
+        )
         peer.set_dtype(mx.float32)  # the demo's file is of 16 bits
         np.testing.assert_allclose(np.array(peer(tokens)), np.array(ours), atol=1e-4, rtol=1e-4)
-        assert adapters.base_model_of(path) == "demo"
+        assert adapters.base_model_of_adapter(path) == "demo"
     first, *later = (gwen.load("demo", adapter=path)[0](tokens) for path in places[:3])
     assert all(mx.abs(first - logits).max().item() > 1e-3 for logits in later)
 
@@ -327,7 +344,7 @@ def test_an_unreadable_judgement_is_the_mean_that_it_is_compared_with_and_is_cou
     judged = np.arange(12.0)
     judged[[1, 8, 9, 10, 11]] = np.nan
     found = scoring.assign_rewards(drawn, {"rubric": judged}, {"rubric": 1.0})
-    assert [row for row, one in enumerate(found) if np.isnan(one.logged_reward)] == [
+    assert [row for row, one in enumerate(found) if np.isnan(one.reward_or_nan_if_unreadable)] == [
         1,
         8,
         9,
@@ -346,7 +363,7 @@ def test_an_unreadable_judgement_is_the_mean_that_it_is_compared_with_and_is_cou
         "rubric": np.array([1.0, 0, np.nan, np.nan] * 3),
     }
     found = scoring.assign_rewards(drawn, parts, {"correct": 1.0, "rubric": 0.5})
-    assert [one.logged_reward for one in found] == [
+    assert [one.reward_or_nan_if_unreadable for one in found] == [
         1.5,
         0.0,
         0.25,
@@ -376,7 +393,7 @@ def test_a_score_that_was_paid_for_outlives_a_kill_in_mid_step(tmp_path, serve):
 
     server = serve(answer)
     flags = ["--judge-url", server.url, "--judge-model", "demo", "--eval-every", "0"]
-    flags = [*SMALL, *flags, "--steps", "2", "--save-every", "1", "--run-dir", str(run)]
+    flags = [*SMALL_FLAGS, *flags, "--steps", "2", "--save-every", "1", "--run-dir", str(run)]
     process = subprocess.Popen(
         [sys.executable, "train.py", *flags], cwd=ROOT, stdout=subprocess.DEVNULL
     )
@@ -395,14 +412,14 @@ def test_a_score_that_was_paid_for_outlives_a_kill_in_mid_step(tmp_path, serve):
         text for text in texts if texts.count(text) > 1
     }  # one more may have been on its way when it was killed
     assert again >= set(unanswered) and not again & paid
-    assert len(untimed(run / "judge_scores.jsonl")) == len(set(texts))
-    assert untimed(run / "metrics.jsonl")[1]["judge/cached"] >= 7
+    assert len(read_untimed_log(run / "judge_scores.jsonl")) == len(set(texts))
+    assert read_untimed_log(run / "metrics.jsonl")[1]["judge/cached"] >= 7
 
 
 def test_a_resumed_run_may_change_its_judge_and_says_after_which_step(tmp_path, capsys):
     run = tmp_path / "run"
-    train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(run)])
-    own = untimed(run / "judge_scores.jsonl")
+    train.main([*SMALL_FLAGS, "--steps", "1", "--eval-every", "0", "--run-dir", str(run)])
+    own = read_untimed_log(run / "judge_scores.jsonl")
     capsys.readouterr()
     judge = "--judge-mode decode --judge-think 9 --judge-chunk-size 3".split()
     train.main(["--resume", str(run), "--steps", "2", *judge])
@@ -414,7 +431,7 @@ def test_a_resumed_run_may_change_its_judge_and_says_after_which_step(tmp_path, 
         "judge-mode": "'logits'",
         "judge-think": "0",
     }
-    assert untimed(run / "judge_scores.jsonl")[: len(own)] == own and "step 2/2 | " in said
+    assert read_untimed_log(run / "judge_scores.jsonl")[: len(own)] == own and "step 2/2 | " in said
     assert yaml.safe_load((run / "config.yaml").read_text())["judge_think"] == 9
 
 
@@ -423,13 +440,13 @@ def test_a_best_step_that_was_recorded_but_not_saved_is_saved_when_the_run_goes_
     run.save()  # as Ctrl-C does before the first evaluation is over
     run.evaluate()  # then the run goes on, and is killed
     resumed = make_run(tmp_path)
-    resumed.restore(checkpoint.load(tmp_path))
-    assert resumed.evaluate_if_due()
+    resumed.restore_checkpoint_state(checkpoint.load(tmp_path))
+    assert resumed.evaluate_if_due_and_check_for_best()
     resumed.save()
-    assert (tmp_path / "adapter-best").is_dir() and not resumed.evaluate_if_due()
+    assert (tmp_path / "adapter-best").is_dir() and not resumed.evaluate_if_due_and_check_for_best()
     again = make_run(tmp_path)
-    again.restore(checkpoint.load(tmp_path))
-    assert not again.evaluate_if_due()
+    again.restore_checkpoint_state(checkpoint.load(tmp_path))
+    assert not again.evaluate_if_due_and_check_for_best()
 
 
 def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
@@ -438,11 +455,11 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run.step, run.num_draws, run.batch_size.rows = 7, 19, 8
     run.learner.failures, run.learner.num_skipped, run.learner.lr_scale = 2, 5, 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
-    run.end_step()
+    run.mark_step_as_complete()
     run.save()
     other = make_run(tmp_path)
-    other.restore(checkpoint.load(tmp_path))
-    one, two = run.state(), other.state()
+    other.restore_checkpoint_state(checkpoint.load(tmp_path))
+    one, two = run.checkpoint_state(), other.checkpoint_state()
     assert (one.step, one.extra) == (two.step, two.extra)
     assert one.extra["rate"] == other.learner.lr_scale == 0.3  # the key of earlier versions too
     assert other.batch_size.rows == 8  # which memory forced
@@ -460,7 +477,7 @@ INTERRUPTED += ["--num-iterations", "2"]
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     run = tmp_path_factory.mktemp("uninterrupted") / "run"
-    train.main([*SMALL, *INTERRUPTED, "--run-dir", str(run)])
+    train.main([*SMALL_FLAGS, *INTERRUPTED, "--run-dir", str(run)])
     return run
 
 
@@ -479,7 +496,7 @@ def stopped_run(tmp_path, monkeypatch, capsys, name, happens, *flags, after=Fals
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_:
         patch.setattr(*name, called)
-        train.main([*SMALL, *flags, "--run-dir", str(tmp_path / "run")])
+        train.main([*SMALL_FLAGS, *flags, "--run-dir", str(tmp_path / "run")])
     assert (
         exit_.value.code == status and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )
@@ -519,7 +536,7 @@ def failing(which, error):
             3,
         ),  # the second epoch: the step is finished first
         (
-            (evaluation.evaluate, "evaluate_task"),
+            (evaluation.score_task, "evaluate_task"),
             "before",
             3,
             4,
@@ -547,7 +564,9 @@ def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
         for file in ("adapters.safetensors", "adapter_config.json"):
             assert (run / name / file).read_bytes() == (uninterrupted / name / file).read_bytes()
     for log in ("metrics", "rollouts", "eval", "eval_answers"):
-        assert untimed(run / f"{log}.jsonl") == untimed(uninterrupted / f"{log}.jsonl")
+        assert read_untimed_log(run / f"{log}.jsonl") == read_untimed_log(
+            uninterrupted / f"{log}.jsonl"
+        )
     one, two = checkpoint.load(run), checkpoint.load(uninterrupted)
     for name in one.trainable:
         assert mx.array_equal(one.trainable[name], two.trainable[name]).item(), name
@@ -558,7 +577,7 @@ def test_a_second_ctrl_c_gives_the_step_up_and_no_step_before_it(tmp_path, monke
     run, said = stopped_run(
         tmp_path, monkeypatch, capsys, name, pressed(7, times=2), *INTERRUPTED, **how
     )
-    assert "finishing this step; press Ctrl-C again to abandon it" in said
+    assert "the run stops after this step; press Ctrl-C again" in said
     assert f"stopped after step 3; continue with: uv run train.py --resume {run}" in said
     assert checkpoint.load(run).step == 3
 
@@ -586,7 +605,7 @@ def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_los
     assert said.endswith(f"error: {error}; saved after step {step}, continue with: {command}\n")
     assert checkpoint.load(run).step == step
     train.main(command.split()[3:])
-    assert [record["step"] for record in untimed(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [record["step"] for record in read_untimed_log(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 WATCHDOG = "[METAL] Command buffer execution failed: Impacting Interactivity "
@@ -620,7 +639,7 @@ def test_an_evaluation_that_macos_stopped_names_the_rows_that_are_decoded_at_onc
         tmp_path,
         monkeypatch,
         capsys,
-        (evaluation.evaluate, "generate_completions"),
+        (evaluation.score_task, "generate_completions"),
         happens,
         *flags,
     )
@@ -631,7 +650,7 @@ def test_an_evaluation_that_macos_stopped_names_the_rows_that_are_decoded_at_onc
 def test_an_update_that_macos_stopped_once_learns_again_with_half_of_its_token_budget(
     tmp_path, monkeypatch, capsys
 ):
-    flags = [*SMALL, "--steps", "2", "--eval-every", "0"]
+    flags = [*SMALL_FLAGS, "--steps", "2", "--eval-every", "0"]
     train.main([*flags, "--train-token-budget", "128", "--run-dir", str(tmp_path / "half")])
     original, calls = update.compute_gradient, []
 
@@ -643,7 +662,7 @@ def test_an_update_that_macos_stopped_once_learns_again_with_half_of_its_token_b
 
     monkeypatch.setattr(update, "compute_gradient", failing_once)
     train.main([*flags, "--train-token-budget", "256", "--run-dir", str(tmp_path / "run")])
-    assert "going on with --train-token-budget 128" in capsys.readouterr().err
+    assert "continues with --train-token-budget 128" in capsys.readouterr().err
     ours, theirs = (checkpoint.load(tmp_path / name) for name in ("run", "half"))
     assert all(
         mx.array_equal(ours.trainable[key], theirs.trainable[key]) for key in theirs.trainable
@@ -654,7 +673,17 @@ def test_an_update_without_memory_learns_as_if_the_run_had_begun_with_half_of_it
     tmp_path, monkeypatch, capsys
 ):
     """In the first step's second iteration: masters, moments and counters have changed by then."""
-    flags = [*SMALL, "--steps", "3", "--eval-every", "0", "--num-iterations", "2", "--beta", "0.1"]
+    flags = [
+        *SMALL_FLAGS,
+        "--steps",
+        "3",
+        "--eval-every",
+        "0",
+        "--num-iterations",
+        "2",
+        "--beta",
+        "0.1",
+    ]
     train.main([*flags, "--train-token-budget", "128", "--run-dir", str(tmp_path / "half")])
     calls, original = [], update.compute_gradient
 
@@ -667,7 +696,8 @@ def test_an_update_without_memory_learns_as_if_the_run_had_begun_with_half_of_it
     monkeypatch.setattr(update, "compute_gradient", failing)
     train.main([*flags, "--train-token-budget", "256", "--run-dir", str(tmp_path / "run")])
     assert (
-        "update: out of memory, going on with --train-token-budget 128" in capsys.readouterr().err
+        "update: out of memory; the run continues with --train-token-budget 128"
+        in capsys.readouterr().err
     )
     assert calls[2] > calls[0]  # batches
     ours, theirs = (checkpoint.load(tmp_path / name) for name in ("run", "half"))
@@ -680,7 +710,7 @@ def test_an_update_without_memory_learns_as_if_the_run_had_begun_with_half_of_it
         "settings": 0,
     }
     assert ours.extra["least_budget"] == ours.extra["settings"]["train_token_budget"] == 128
-    mine, other = (untimed(tmp_path / name / "metrics.jsonl") for name in ("run", "half"))
+    mine, other = (read_untimed_log(tmp_path / name / "metrics.jsonl") for name in ("run", "half"))
     assert all(
         a["forwards_per_completion"] == b["forwards_per_completion"]
         for a, b in zip(mine, other, strict=True)
@@ -697,8 +727,8 @@ def test_an_update_of_all_weights_without_memory_after_a_change_ends_at_the_newe
         tmp_path, monkeypatch, capsys, (update, "compute_gradient"), failing(6, NO_MEMORY), *flags
     )
     assert (
-        "error: memory ran out while the weights changed; step 3 is lost; step-000002 is intact, "
-        in said
+        "error: memory ran out while the weights were being changed; step 3 was not" in said
+        and "step-000002 is intact, " in said
     )
     assert checkpoint.load(run).step == 2
 
@@ -726,7 +756,8 @@ def test_a_run_that_fails_before_anything_was_saved_is_told_how_to_begin_again(
     assert exit_.value.code == 2
     told = capsys.readouterr().err
     assert (
-        told == f"error: --resume {run}: it has no intact checkpoint; start over with: {proposed}\n"
+        told
+        == f"error: --resume {run}: this run has no intact checkpoint; start over with: {proposed}\n"
     )
     train.main(
         [*f"{proposed}{less}".split()[3:], "--steps", "1", "--run-dir", str(tmp_path / "again")]
@@ -753,7 +784,7 @@ def test_whatever_ends_a_run_between_steps_it_is_saved_though_ctrl_c_comes_again
         save(self)
 
     monkeypatch.setattr(train.GrpoRun, "save", interrupted)
-    with pytest.raises(error), trainer.save_on_interrupt(run):
+    with pytest.raises(error), trainer.save_on_interrupt_or_error(run):
         ends()
     assert checkpoint.load(tmp_path).step == 0
     said = "saved after step 0, continue with: uv run train.py --resume"
@@ -765,21 +796,21 @@ def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
     moments = [
         (gwen, "load"),
         (memory_estimate, "choose_sizes"),
-        (versions, "describe_environment"),
+        (versions, "collect_environment_facts"),
     ]
     for owner, name in moments:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))
-            train.main([*SMALL, "--run-dir", str(tmp_path / "run")])
+            train.main([*SMALL_FLAGS, "--run-dir", str(tmp_path / "run")])
         assert not list(tmp_path.rglob("*.*"))
     train.main(
-        [*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(tmp_path / "run")]
+        [*SMALL_FLAGS, "--steps", "1", "--eval-every", "0", "--run-dir", str(tmp_path / "run")]
     )  # its name is free
 
 
 def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_problem(tmp_path):
     run = make_run(tmp_path)
-    samples = train.score(run, sample(run))[0]
+    samples = train.score(run, sample_first_prompts(run))[0]
     drawn = [one._replace(example=one.example | {"category": "sums"}) for one in samples]
     for one, record in zip(drawn, completion_records(1, drawn), strict=True):
         assert (record["group"], record["category"]) == (one.group, "sums")
@@ -795,7 +826,7 @@ def test_the_main_job_learns(tmp_path):
     """A third of its 60 steps: held-out accuracy, drawn at temperature 1, from 48% to 73%, greedily from 34% to 82%."""
     flags = "--batch 8 --groups 8 --rollout-batch-size 64 --steps 20 --eval-limit 128 --eval-every 20".split()
     train.main([*flags, "--run-dir", str(tmp_path / "run")])
-    first, last = untimed(tmp_path / "run" / "eval.jsonl")
+    first, last = read_untimed_log(tmp_path / "run" / "eval.jsonl")
     assert 0.3 <= first["eval/accuracy"] <= 0.6 and first["eval/greedy"] <= 0.5
     assert last["eval/accuracy"] >= 0.65 and last["eval/greedy"] >= 0.7
 
@@ -849,7 +880,7 @@ def test_the_first_checkpoint_comes_after_five_minutes_and_then_as_set(tmp_path)
         at.append(
             (
                 figures["step"],
-                [int(path.name[-6:]) for path in checkpoint.saved_checkpoints(tmp_path)],
+                [int(path.name[-6:]) for path in checkpoint.list_checkpoints(tmp_path)],
             )
         )
         seconds += 140

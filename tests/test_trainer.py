@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, command, message_of, read_log
+from conftest import ROOT, catch_message, read_log, run_command
 
 import grpo
 import run as runs
@@ -88,14 +88,14 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
     assert trainer.sample([asked], temp=0) == trainer.sample(asked, temp=0) == [[greedy]]
     for prompt, how, words in (
         ("a", {"n": 0}, "n is 0"),
-        ("a", {"temp": -1}, "temp -1"),
+        ("a", {"temp": -1}, "temp is -1"),
         ("a " * 999, {}, "context"),
     ):
-        assert words in message_of(trainer.sample, prompt, **how)
+        assert words in catch_message(trainer.sample, prompt, **how)
     trainer.run.toolbox = object()
-    assert "answers in turns" in message_of(trainer.sample, "a")
-    with run_files.release_at_exit():
-        run_files.acquire(trainer.dir)  # the lock is free once the loop has ended
+    assert "run with tools" in catch_message(trainer.sample, "a")
+    with run_files.unlock_run_dirs_on_exit():
+        run_files.lock_run_dir(trainer.dir)  # the lock is free once the loop has ended
 
 
 @pytest.mark.slow
@@ -133,19 +133,21 @@ def test_the_notebook_trains_plots_changes_the_loss_and_goes_on(tmp_path):
     code += (
         "\nassert len(rewards) == 3 and second.config.objective.loss_type == '__main__:reinforce'"
     )
-    done = command("-c", program, ROOT, environment={"MPLBACKEND": "Agg"}, input=code, cwd=tmp_path)
+    done = run_command(
+        "-c", program, ROOT, environment={"MPLBACKEND": "Agg"}, input=code, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(tmp_path, monkeypatch):
     nameless = [lambda **_: [1.0], lambda **_: [2.0], np.random.default_rng().normal]
-    specs = [functions.spec_of(fn) for fn in nameless]
-    assert len(set(specs)) == 3 and specs == [functions.spec_of(fn) for fn in nameless]
+    specs = [functions.spec_of_function(fn) for fn in nameless]
+    assert len(set(specs)) == 3 and specs == [functions.spec_of_function(fn) for fn in nameless]
     assert [functions.load_function("--reward", spec)[1] for spec in specs] == nameless
     monkeypatch.delitem(sys.modules, functions.NAMELESS)  # as in another process
     for spec in (specs[0], "__main__:gone"):
-        assert "only the program that began the run has it" in message_of(
+        assert "exists only in the program that started the run" in catch_message(
             functions.load_function, "--reward", spec
         )
         run = SimpleNamespace(
@@ -153,10 +155,10 @@ def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(tmp_pat
         )
         (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
         assert (
-            base._resume_command(run, KeyError())
+            base._explain_how_to_continue(run, KeyError())
             == f"continue in this program with: Trainer.resume({str(tmp_path)!r})"
         )
-    assert functions.load_function("--reward", functions.spec_of(short_answers)) == (
+    assert functions.load_function("--reward", functions.spec_of_function(short_answers)) == (
         "short_answers",
         short_answers,
     )
@@ -171,7 +173,7 @@ def test_a_program_s_own_functions_are_known_by_their_text_and_by_no_command(tmp
     task.rubric = task.witness = None
     for fn in (short_answers, ids_of, len):
         monkeypatch.setattr(sys.modules["__main__"], "short", fn, raising=False)
-        seen.append(runs.digest_sources(config, task))
+        seen.append(runs.digest_data_and_source_files(config, task))
     assert (
         seen[0]["__main__:short"] != seen[1]["__main__:short"] and len(seen[2]) == 1
     )  # len's is not known
@@ -182,11 +184,15 @@ def test_a_program_s_own_functions_are_known_by_their_text_and_by_no_command(tmp
 def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = [{"prompt": "Grüße", "answer": "1"}]
-    kept, notes = data.cache_rows(rows)
+    kept, notes = data.write_rows_to_cache_file(rows)
     assert (
-        notes == [] and data.cache_rows(iter(rows)) == (kept, []) and data.load_data(kept) == rows
+        notes == []
+        and data.write_rows_to_cache_file(iter(rows)) == (kept, [])
+        and data.load_data(kept) == rows
     )
-    assert "row 2, {'prompt': <object" in message_of(data.cache_rows, [*rows, {"prompt": object()}])
+    assert "row 2, {'prompt': <object" in catch_message(
+        data.write_rows_to_cache_file, [*rows, {"prompt": object()}]
+    )
 
 
 def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(
@@ -197,7 +203,7 @@ def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(
     for settings, words in zip(
         wrong, "--model is None,--data is None,demoo,--steps,stepps".split(","), strict=True
     ):
-        assert words in message_of(Trainer.start, **{"model": "demo", "task": "demo"} | settings)
+        assert words in catch_message(Trainer.start, **{"model": "demo", "task": "demo"} | settings)
     assert not (tmp_path / "runs").exists()
 
 
@@ -218,7 +224,7 @@ def test_a_long_run_without_signal_ends_and_goes_on_when_told_to(tmp_path, monke
     said = capsys.readouterr().err
     assert (
         ended.value.code == 2
-        and "every answer earns 0" in said
+        and "every answer gets the reward 0" in said
         and f"--resume {tmp_path}/run" in said
     )
     train.main(["--resume", str(tmp_path / "run")])
@@ -246,14 +252,13 @@ def test_seeds_train_one_after_another_into_one_directory_and_go_on(tmp_path, ca
         train.main([*flags, "--beta", "0.1", "--seeds", "6", "--seed", "6", "--run-dir", str(home)])
     assert (
         capsys.readouterr().err
-        == f"error: {home}/seed-4 has --beta 0.0, not 0.1; give another --run-dir\n"
+        == f"error: the run {home}/seed-4 has --beta 0.0, not 0.1; use another --run-dir\n"
     )
     with pytest.raises(SystemExit):
         train.main(["--resume", str(home)])
     assert (
-        f"--resume {home}: it holds a run for each seed; name one, as seed-0"
-        in capsys.readouterr().err
+        f"--resume {home}: this directory contains a run for each seed" in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):
         train.main([*flags, "--seeds", "2", "--run-dir", str(tmp_path / "alone")])
-    assert "alone is one run; give --seeds another directory" in capsys.readouterr().err
+    assert "alone is the directory of a single run" in capsys.readouterr().err

@@ -34,7 +34,7 @@ from test_grpo import (
 )
 
 import gwen
-from config import Config, Sizes
+from config import Config, MemoryDependentSizes
 from disk import hub
 from step.batch import make_batches
 from step.loss import StepLoss
@@ -178,11 +178,13 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
         for prompt, its, old, advantage in zip(prompts, ids, case.old, case.advantages, strict=True)
     ]
     batches = make_batches(samples, 20, "off")
-    step_loss = StepLoss(Config.from_flags(temp=0.8, lora_rank=0, **settings), Sizes(4, 20, 0))
+    step_loss = StepLoss(
+        Config.from_flags(temp=0.8, lora_rank=0, **settings), MemoryDependentSizes(4, 20, 0)
+    )
     batches = [b._replace(old_logprobs=b.sampled_logprobs) for b in batches]  # of the case
 
     def loss_of(model):
-        return sum(step_loss.compute(model, batch).loss for batch in batches)
+        return sum(step_loss.compute_batch_loss(model, batch).loss for batch in batches)
 
     value, grads = nn.value_and_grad(model, loss_of)(model)
     ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)

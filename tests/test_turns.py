@@ -15,7 +15,7 @@ import gwen
 import lora
 import sampler
 import update
-from config import Config, Sizes
+from config import Config, MemoryDependentSizes
 from kv_cache import SlotCache
 from step import advantages, generation
 from step import sample as step_sample
@@ -279,7 +279,7 @@ def test_the_gradient_of_turns_is_a_fresh_forward_pass_s_and_a_step_does_what_it
     ]
     model.update(tree_unflatten(moved))  # adapters are no longer the identity
     config = Config.from_flags(batch=5, groups=6, max_tokens=40, learning_rate=0.2, target_kl=0.0)
-    learner = update.Learner(model, config, StepLoss(config, Sizes(64, 400, 0)))
+    learner = update.Learner(model, config, StepLoss(config, MemoryDependentSizes(64, 400, 0)))
 
     _, rollout = roll(model, World(seed=1), group_size=6, key=1)
     fields = generation.rollout_fields(rollout)

@@ -6,25 +6,25 @@ import mlx.optimizers as optim
 import numpy as np
 import oracle
 import pytest
-from conftest import peak_of
+from conftest import measure_peak
 from mlx.utils import tree_flatten
 from small_run import (
-    descend_plainly,
-    gradient_of_update,
-    logprobs_of,
+    add_column,
+    compute_logprobs,
     make_config,
     make_run,
-    recorded,
-    sample,
-    shifted,
-    told,
+    record_gradient,
+    sample_first_prompts,
+    shift_logprobs,
+    stack_logprobs,
     update_once,
+    use_sgd,
 )
 
 import grpo
 import gwen
 import update
-from config import Sizes
+from config import MemoryDependentSizes
 from run import GrpoRun
 from step import trust_region
 from step.advantages import mark_for_update
@@ -55,11 +55,11 @@ def array(x):
 def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags):
     """Temperature, support, positions, padding and prompt are all in these numbers: any mistake in one shows."""
     run = make_run(tmp_path, *flags.split())
-    samples = sample(run)
+    samples = sample_first_prompts(run)
     for budget in (1, 150, 100_000):
         seen = []
         for batch in make_batches(samples, budget):
-            logprobs, _ = run.learner.loss.logprobs(run.model, batch, gradient=True)
+            logprobs, _ = run.learner.loss.logprobs_and_entropies(run.model, batch, gradient=True)
             gap = mx.abs(logprobs - batch.sampled_logprobs) * batch.mask
             assert gap.max().item() < 1e-4, budget
             seen += batch.rows
@@ -68,14 +68,16 @@ def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags)
 
 def test_a_loss_sees_the_policy_s_entropies_and_what_the_sampler_recorded(tmp_path):
     run, seen = make_run(tmp_path), []
-    (batch,) = make_batches(sample(run), 100_000)
+    (batch,) = make_batches(sample_first_prompts(run), 100_000)
     loss = run.learner.loss
     loss.loss_function = lambda tokens, objective: (
         seen.append(tokens) or grpo.LOSSES["dapo"](tokens, objective)
     )
-    loss.compute(run.model, batch)
+    loss.compute_batch_loss(run.model, batch)
     np.testing.assert_allclose(
-        np.array(seen[0].entropies), np.array(loss.logprobs(run.model, batch)[1]), atol=1e-5
+        np.array(seen[0].entropies),
+        np.array(loss.logprobs_and_entropies(run.model, batch)[1]),
+        atol=1e-5,
     )
     assert mx.array_equal(seen[0].sampled_logprobs, batch.sampled_logprobs)
 
@@ -88,7 +90,10 @@ def weighted_gradient(run, batches, slopes):
     slopes = mx.array(slopes, mx.float32)
 
     def total(model):
-        parts = [(b, run.learner.loss.logprobs(model, b, gradient=True)[0]) for b in batches]
+        parts = [
+            (b, run.learner.loss.logprobs_and_entropies(model, b, gradient=True)[0])
+            for b in batches
+        ]
         return sum(
             (part * b.mask * slopes[mx.array(b.rows), : part.shape[1]]).sum() for b, part in parts
         )
@@ -131,24 +136,24 @@ def unclipped(monkeypatch):
 def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, unclipped, flags):
     """The gradient of the adapters is that of the log-probabilities, weighted with the oracle's finite differences."""
     run = warm(make_run(tmp_path, *flags.split()))
-    config, samples = run.config, shifted(sample(run), 0.5)
-    old, mask = recorded(samples)
+    config, samples = run.config, shift_logprobs(sample_first_prompts(run), 0.5)
+    old, mask = stack_logprobs(samples)
     ref = (old - 0.5) * mask if config.objective.beta else None
     batches = make_batches(samples, 150)
     assert len(batches) > 1
     case = oracle.Case(
-        new=logprobs_of(run, batches),
+        new=compute_logprobs(run, batches),
         old=old,
         ref=np.zeros_like(old) if ref is None else ref,
         advantages=np.array([one.advantage for one in samples]),
         mask=mask,
         max_tokens=config.sampling.max_tokens,
     )
-    batches = told(batches, "old_logprobs", old)
-    batches = batches if ref is None else told(batches, "ref_logprobs", ref)
+    batches = add_column(batches, "old_logprobs", old)
+    batches = batches if ref is None else add_column(batches, "ref_logprobs", ref)
     names = "loss_type importance_sampling_level epsilon epsilon_high beta".split()
     settings = {name: getattr(config.objective, name) for name in names}
-    result, grads = gradient_of_update(run, batches)
+    result, grads = record_gradient(run, batches)
     assert result.loss == pytest.approx(oracle.loss(case, **settings), abs=1e-5)
     assert_close(grads, weighted_gradient(run, batches, oracle.gradient(case, **settings)))
     if config.objective.loss_type != "sapo":
@@ -158,8 +163,10 @@ def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, unclipped, 
 def test_a_step_holds_its_gradient_and_neither_old_masters_nor_old_moments():
     """With a learner of all weights that keeps no activations, and one batch of rows of equal lengths."""
     config, num_tokens = make_config("--lora-rank", "0", "--max-tokens", "12"), 12
-    model = gwen.random_model("random:30m")
-    learner = update.Learner(model, config, StepLoss(config, Sizes(1, 1, len(model.layers))))
+    model = gwen.make_random_model("random:30m")
+    learner = update.Learner(
+        model, config, StepLoss(config, MemoryDependentSizes(1, 1, len(model.layers)))
+    )
     ids = np.random.default_rng(0).integers(0, 8000, (2, num_tokens)).tolist()
     own, logprobs = range(num_tokens), np.full(num_tokens, -9.0)
     samples = [
@@ -167,7 +174,7 @@ def test_a_step_holds_its_gradient_and_neither_old_masters_nor_old_moments():
     ]
     batches = make_batches(samples, 1_000_000, "off")
     mx.eval(learner.trainable, learner.optimizer.state, learner.model.parameters(), batches)
-    peak = peak_of(lambda: update.optimizer_step(learner, batches, 1e-4)[1]["loss"])
+    peak = measure_peak(lambda: update.take_optimizer_step(learner, batches, 1e-4)[1]["loss"])
     assert peak < 1.9 * sum(array.nbytes for array in learner.trainable.values())
 
 
@@ -177,15 +184,15 @@ def test_a_mini_batch_has_the_gradient_of_its_groups_and_a_token_weighs_the_same
 ):
     """As in TRL: dapo divides by the mean number of tokens of a mini-batch. So their mean is the whole rollout's."""
     run = warm(make_run(tmp_path, "--loss-type", loss, "--mini-batches", "3"))
-    samples = shifted(sample(run), 0.5)
-    old, mask = recorded(samples)
+    samples = shift_logprobs(sample_first_prompts(run), 0.5)
+    old, mask = stack_logprobs(samples)
     assert len({mask[part : part + 4].sum() for part in (0, 4, 8)}) > 1
-    batches = told(make_batches(samples, 100_000, num_mini_batches=3), "old_logprobs", old)
-    new, advantages = logprobs_of(run, batches), np.array([one.advantage for one in samples])
+    batches = add_column(make_batches(samples, 100_000, num_mini_batches=3), "old_logprobs", old)
+    new, advantages = compute_logprobs(run, batches), np.array([one.advantage for one in samples])
     case = oracle.Case(
         new, old, np.zeros_like(new), advantages, mask, run.config.sampling.max_tokens
     )
-    result, _ = gradient_of_update(run, batches)
+    result, _ = record_gradient(run, batches)
     assert (
         result.loss == pytest.approx(oracle.loss(case, loss_type=loss), abs=1e-5)
         and result.means["clip_frac"] > 0
@@ -207,19 +214,23 @@ def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(
 
     def begin(*flags):
         run = make_run(tmp_path, *common, *flags)
-        descend_plainly(run)
-        return run, make_batches(shifted(sample(run), 0.3), 100_000, num_mini_batches=3)
+        use_sgd(run)
+        return run, make_batches(
+            shift_logprobs(sample_first_prompts(run), 0.3), 100_000, num_mini_batches=3
+        )
 
     run, batches = begin("--mini-batches", "3", "--num-iterations", "2")
     assert [{row // 4 for row in batch.rows} for batch in batches] == [{0}, {1}, {2}]
-    first = logprobs_of(run, batches)
+    first = compute_logprobs(run, batches)
     assert update.run_optimizer_steps(run.learner, batches, 1.0).means["clip_frac"] > 0
 
     def distance(old_logprobs):
         other, batches = begin()
-        batches = batches if old_logprobs is None else told(batches, "old_logprobs", old_logprobs)
+        batches = (
+            batches if old_logprobs is None else add_column(batches, "old_logprobs", old_logprobs)
+        )
         for batch in [*batches, *batches]:
-            update.optimizer_step(other.learner, [batch], 1.0)
+            update.take_optimizer_step(other.learner, [batch], 1.0)
         theirs = other.learner.trainable
         return max(
             mx.abs(array - theirs[name]).max().item()
@@ -227,12 +238,12 @@ def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(
         )
 
     assert distance(first) < 1e-5 < 1e-3 < distance(None)
-    assert distance(recorded(shifted(sample(begin()[0]), 0.3))[0]) > 1e-3
+    assert distance(stack_logprobs(shift_logprobs(sample_first_prompts(begin()[0]), 0.3))[0]) > 1e-3
 
 
 def test_a_mini_batch_without_a_row_that_teaches_is_no_step(tmp_path):
     run = make_run(tmp_path, "--mini-batches", "3")
-    samples = sample(run, [[1, -1, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]])
+    samples = sample_first_prompts(run, [[1, -1, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]])
     result = update.run_optimizer_steps(
         run.learner,
         make_batches(mark_for_update(run.config, samples, 0), 100_000, num_mini_batches=3),
@@ -260,9 +271,9 @@ def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(
         "--num-iterations",
         num_iterations,
     )
-    samples = shifted(sample(run), 0.3)
-    batches, (old, mask) = make_batches(samples, 150), recorded(samples)
-    gap = (logprobs_of(run, batches) - old)[mask]
+    samples = shift_logprobs(sample_first_prompts(run), 0.3)
+    batches, (old, mask) = make_batches(samples, 150), stack_logprobs(samples)
+    gap = (compute_logprobs(run, batches) - old)[mask]
     means = update.run_optimizer_steps(run.learner, batches, 0.02).means
     assert means["mismatch/logprob_abs_mean"] == pytest.approx(np.abs(gap).mean(), abs=1e-4)
     assert means["mismatch/logprob_abs_max"] == pytest.approx(np.abs(gap).max(), abs=1e-4)
@@ -275,10 +286,10 @@ def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
     """Once the policy has left its reference, a KL weight of next to nothing must change next to nothing."""
     run = make_run(tmp_path, "--learning-rate", "0.02", "--warmup-steps", "0")
     update_once(run)
-    batches = make_batches(sample(run), 150)
-    plain, grads = gradient_of_update(run, batches)
-    run.learner.loss = StepLoss(run.config.with_settings(beta=1e-9), run.sizes)
-    result, same = gradient_of_update(run, update.add_reference_logprobs(run.learner, batches))
+    batches = make_batches(sample_first_prompts(run), 150)
+    plain, grads = record_gradient(run, batches)
+    run.learner.loss = StepLoss(run.config.copy_with_settings(beta=1e-9), run.sizes)
+    result, same = record_gradient(run, update.add_reference_logprobs(run.learner, batches))
     assert plain.grad_norm > 0.05 and result.means["kl"] > 0.005 and result.means["clip_frac"] == 0
     assert_close(same, grads)
 
@@ -296,7 +307,7 @@ def test_the_gradient_that_the_optimizer_sees_has_at_most_the_given_norm(tmp_pat
 def test_the_reference_is_the_model_without_its_adapters_and_not_the_old_policy(tmp_path):
     run = make_run(tmp_path, "--beta", "0.1", "--learning-rate", "0.01")
     update_once(run)
-    batches = make_batches(sample(run), 100_000)
+    batches = make_batches(sample_first_prompts(run), 100_000)
     expected = update.add_reference_logprobs(GrpoRun(run.config, tmp_path).learner, batches)
     for ours, theirs in zip(
         update.add_reference_logprobs(run.learner, batches), expected, strict=True
@@ -361,7 +372,7 @@ def test_a_step_of_sgd_is_its_rate_times_the_gradient_and_nothing_of_it_is_kept(
     )  # no step is cut short
     learner, batches = (
         run.learner,
-        make_batches(sample(run, grpo.group_advantages(np.eye(3, 4))), 100_000),
+        make_batches(sample_first_prompts(run, grpo.group_advantages(np.eye(3, 4))), 100_000),
     )
     expected = {name: np.array(array) for name, array in learner.trainable.items()}
     grads, norm = optim.clip_grad_norm(
@@ -380,7 +391,7 @@ def test_a_step_of_sgd_is_its_rate_times_the_gradient_and_nothing_of_it_is_kept(
 
 def test_the_learning_rate_warms_up_and_decays():
     config = make_config("--learning-rate", "1.0", "--warmup-steps", "4", "--steps", "14")
-    rates = [update.learning_rate(config, step) for step in range(14)]
+    rates = [update.scheduled_learning_rate(config, step) for step in range(14)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert 0.1 < rates[-1] < 0.2
@@ -394,7 +405,7 @@ def test_a_gradient_that_vanishes_in_float16_reaches_the_masters_through_the_los
     monkeypatch.setenv("GWEN_DTYPE", "float32")
     exact = make_run(tmp_path)
     batches = make_batches(
-        sample(exact, tiny), 100_000
+        sample_first_prompts(exact, tiny), 100_000
     )  # for both: the same draws may fall on other tokens in float16
     expected = update.run_optimizer_steps(exact.learner, batches, 1e-3).grad_norm
     monkeypatch.setenv("GWEN_DTYPE", "float16")
@@ -448,7 +459,7 @@ def test_a_third_update_in_a_row_without_a_finite_gradient_stops_and_changes_not
     changes = run.learner.num_changes
     with pytest.raises(
         ValueError,
-        match=r"3 updates in a row had no finite loss; start again with a lower --learning-rate than 0.004",
+        match=r"loss was not finite in 3 updates.*--learning-rate below 0.004",
     ):
         update_once(run, advantages=bad)
     assert run.learner.num_changes == changes and run.learner.num_skipped == 4
@@ -465,8 +476,8 @@ def far(tmp_path, *flags):
 
 def sampled_policy(run):
     """float64 log-probabilities of the tokens of `sample` before any update, (N, T), and their mask."""
-    run.first = getattr(run, "first", None) or sample(run)
-    return logprobs_of(run, make_batches(run.first, 100_000)), recorded(run.first)[1]
+    run.first = getattr(run, "first", None) or sample_first_prompts(run)
+    return compute_logprobs(run, make_batches(run.first, 100_000)), stack_logprobs(run.first)[1]
 
 
 def moved(run, before):
@@ -568,17 +579,21 @@ def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(
     tmp_path, monkeypatch, budget, sharing
 ):
     run = make_run(tmp_path)
-    samples = sample(run)
+    samples = sample_first_prompts(run)
     known = [
-        batch._replace(old_logprobs=run.learner.loss.logprobs(run.model, batch, gradient=True)[0])
+        batch._replace(
+            old_logprobs=run.learner.loss.logprobs_and_entropies(run.model, batch, gradient=True)[0]
+        )
         for batch in make_batches(samples, budget, sharing)
     ]
     num_tokens = sum(len(one.loss_positions) for one in samples)
     monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_tokens // 3)
     seen = []
     for turn in range(7, 10):
-        probe = trust_region.make_probe(known, turn)
-        present = update.logprobs_with(run.learner, probe, run.learner.trainable)
+        probe = trust_region.select_probe(known, turn)
+        present = update.install_weights_and_compute_logprobs(
+            run.learner, probe, run.learner.trainable
+        )
         assert trust_region.measure_kl(probe, present) < 1e-6  # the same rows, prompts and tokens
         part = [row for batch in probe for row in batch.rows]
         assert len(part) <= 6
@@ -612,17 +627,17 @@ def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_cou
     tmp_path,
 ):
     run = make_run(tmp_path, "--loss-type", "grpo")
-    samples, keep = sample(run), np.array([1.0, 0.0] * 6)
-    whole, _ = gradient_of_update(run, make_batches(samples, 150))
+    samples, keep = sample_first_prompts(run), np.array([1.0, 0.0] * 6)
+    whole, _ = record_gradient(run, make_batches(samples, 150))
     left = [
         one if row % 2 == 0 else one._replace(loss_positions=(), weight=0.0)
         for row, one in enumerate(samples)
     ]
-    result, half = gradient_of_update(run, make_batches(left, 150))
+    result, half = record_gradient(run, make_batches(left, 150))
     assert result.num_forwards == 6 + 6  # the second six measure how far the update moved
     # a row that is left out is a row without advantage: the mean is still over all 12
-    expected, same = gradient_of_update(
-        run, make_batches(sample(run, [one.advantage for one in samples] * keep), 150)
+    expected, same = record_gradient(
+        run, make_batches(sample_first_prompts(run, [one.advantage for one in samples] * keep), 150)
     )
     assert result.loss == pytest.approx(expected.loss, abs=1e-6) and result.loss != pytest.approx(
         whole.loss, abs=1e-3

@@ -8,7 +8,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import ROOT, command
+from conftest import ROOT, run_command
 
 import chat
 import export
@@ -48,7 +48,7 @@ def test_the_page_shows_what_five_commands_print():
     ("library", "new_command"), [("sampler.py", "chat.py"), ("lora.py", "export.py")]
 )
 def test_an_old_command_names_the_new_one_with_its_arguments(library, new_command):
-    done = command(str(ROOT / library), "--run", "runs/my run", "--num", "3")
+    done = run_command(str(ROOT / library), "--run", "runs/my run", "--num", "3")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.strip().endswith(f"uv run {new_command} --run 'runs/my run' --num 3")
     assert len(done.stderr.splitlines()) == 1

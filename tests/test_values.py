@@ -10,7 +10,7 @@ import yaml
 
 from rewards import math_answers, quantities, units, verifiers
 from rewards.equality import make_math_checker
-from rewards.texts import fold_text
+from rewards.texts import fold_for_comparison
 
 VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text(encoding="utf-8"))
 CHOSEN = {"numbers": "math", "units": "number", "formulas": "math", "texts": "exact"}
@@ -43,7 +43,7 @@ def test_no_spelling_of_a_value_is_right_for_another_value(part):
 @pytest.mark.parametrize("part", VALUES)
 def test_auto_takes_numbers_with_units_for_numbers_and_formulas_for_mathematics(part):
     spellings = [spelling for line in VALUES[part] for spelling in line]
-    assert verifiers.choose("auto", spellings)[0] == CHOSEN[part]
+    assert verifiers.choose_verifier("auto", spellings)[0] == CHOSEN[part]
 
 
 # ---- answers that are numbers, and answers that are not
@@ -69,7 +69,7 @@ def test_what_is_more_or_less_than_a_number_is_not_read_as_one(text):
 
 def test_a_quantity_has_its_value_name_and_units():
     read = quantities.read_number("v_1 = 1.234,5 m/s")
-    metre, second = units.find_unit("m"), units.find_unit("seconds")
+    metre, second = units.units_of_spelling("m"), units.units_of_spelling("seconds")
     assert (read.value, read.name) == (Fraction("1234.5"), "v1")
     assert read.measure == units.Measure(((metre, 1), (second, -1)), ())
 
@@ -146,7 +146,11 @@ def test_an_answer_is_read_behind_is_in_other_languages(answer, text, value):
 
 
 def test_plain_digits_of_other_characters_do_not_make_another_text():
-    assert fold_text("10² Main Road") != fold_text("102 Main Road") == fold_text("१०२ Main Road")
+    assert (
+        fold_for_comparison("10² Main Road")
+        != fold_for_comparison("102 Main Road")
+        == fold_for_comparison("१०२ Main Road")
+    )
 
 
 def test_the_checker_takes_under_a_second_for_the_forms_that_took_five():

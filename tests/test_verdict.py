@@ -24,7 +24,7 @@ from reporting.difference import BETTER, FEW, SAME, WORSE
 def run_of(evals, answers=(), **settings):
     """A run by its evaluations and their answers by step and problem."""
     run = history.History("runs/a", {"seed": 0} | settings, {}, [], evals)
-    run.answers = dict(answers)
+    run.answers_by_step = dict(answers)
     return run
 
 
@@ -40,7 +40,7 @@ def test_the_interval_of_shares_is_bonett_and_price_s(rose, fell, num):
     change = difference.paired_difference(*table_of(num - rose - fell, rose, fell, 0))
     p = (rose + 1) / (num + 2)
     q = (fell + 1) / (num + 2)
-    t = statistics.student_t(num + 1)
+    t = statistics.student_t_quantile(num + 1)
     reach = t * math.sqrt((p + q - (p - q) ** 2) / (num + 1))
     assert (change.low, change.high) == pytest.approx((p - q - reach, min(p - q + reach, 1)))
     assert change.mean == pytest.approx((rose - fell) / num) and change.high > change.low
@@ -78,14 +78,16 @@ def test_the_interval_of_means_holds_the_truth_as_often_and_is_narrower():
     for p, q in itertools.product((0.02, 0.5, 0.9), repeat=2):
         ends = draws.binomial(samples, [[p] * num, [q] * num], (1000, 2, num)) / samples
         changes = [
-            difference.paired_difference(*(dict(enumerate(end)) for end in both), samples=samples)
+            difference.paired_difference(
+                *(dict(enumerate(end)) for end in both), samples_per_value=samples
+            )
             for both in ends
         ]
         assert np.mean([change.low <= q - p <= change.high for change in changes]) > 0.92
     wide = difference.paired_difference(*(dict(enumerate(end)) for end in ends[0]))
     assert changes[0].high - changes[0].low < 0.8 * (wide.high - wide.low)
     assert (
-        difference.num_readable_samples(
+        difference.fewest_readable_samples(
             dict(enumerate({"values": values} for values in ([1.0, None], [None], [0.0] * 3)))
         )
         == 1
@@ -94,11 +96,11 @@ def test_the_interval_of_means_holds_the_truth_as_often_and_is_narrower():
 
 def test_students_t_is_the_table_s_and_the_problems_needed_are_cohen_s():
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042, 120: 1.980}
-    assert {n: statistics.student_t(n) for n in table} == pytest.approx(table, rel=2e-3)
+    assert {n: statistics.student_t_quantile(n) for n in table} == pytest.approx(table, rel=2e-3)
     # McNemar's by the normal's points: (p + q - (p - q)^2) (1.96 + 0.84)^2 / (p - q)^2, of p = 0.3 and q = 0.1
     assert difference.paired_difference(
         *table_of(0, 12_000, 4_000, 24_000)
-    ).num_needed == math.ceil(0.36 * 7.85 / 0.04)
+    ).num_problems_needed == math.ceil(0.36 * 7.85 / 0.04)
 
 
 def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
@@ -116,15 +118,15 @@ def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
         for step, step_values in values.items()
     }
     assert (
-        difference.best_evaluation(run_of(evals, answers))["step"] == 20
+        difference.earliest_unbeaten_evaluation(run_of(evals, answers))["step"] == 20
     )  # 3 of 64 more are noise
     losses = [
         {"step": step, "eval/loss": loss}
         for step, loss in ((0, 2.0), (10, 1.9), (20, 1.95), (30, None))
     ]
-    assert difference.best_evaluation(run_of(losses))["step"] == 10
+    assert difference.earliest_unbeaten_evaluation(run_of(losses))["step"] == 10
     unread = run_of([{"step": 0, "eval/score": None}])
-    assert (unread.figure, difference.best_evaluation(unread)) == ("score", None)
+    assert (unread.figure_name, difference.earliest_unbeaten_evaluation(unread)) == ("score", None)
 
 
 @pytest.mark.parametrize("num", [10, 20, 40, 60])
@@ -135,7 +137,11 @@ def test_answers_that_did_not_change_seldom_have_a_word_that_rose(num):
     rng = random.Random(num)
     assert (
         sum(
-            bool(answer_changes.risen_word_signs(*(rng.choices(answers, k=num) for _ in range(2))))
+            bool(
+                answer_changes.describe_words_used_more(
+                    *(rng.choices(answers, k=num) for _ in range(2))
+                )
+            )
             for _ in range(100)
         )
         <= 15
@@ -144,7 +150,7 @@ def test_answers_that_did_not_change_seldom_have_a_word_that_rose(num):
 
 def test_words_that_rose_alike_stand_in_the_order_of_the_alphabet_in_every_process():
     before, after = ([{"completions": [text]}] * 20 for text in ("", "g f e d c b a"))
-    assert [sign[:3] for sign in answer_changes.risen_word_signs(before, after)] == [
+    assert [sign[:3] for sign in answer_changes.describe_words_used_more(before, after)] == [
         '"a"',
         '"b"',
         '"c"',
@@ -318,13 +324,13 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "hardly moved": (
         (300, right(0.5), right(0.5)),
         SAME,
-        "KL 0.0005 nats a token). Try three times",
+        "KL 0.0005 nats per token). Try three times",
     ),
     "witnessed": ((60, scored(0.1), judged, "score"), BETTER, ""),
     "gamed past its witness": (
         gamed(lambda r, p: answer(r)),
         BETTER,
-        "witness did not follow: 0.300 -> 0.400",
+        "the judge's score: 0.300 -> 0.400",
     ),
     "gamed by a word": (
         (60, scored(0.1), pirate, "score"),
@@ -367,7 +373,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
             {"verifier": "exact"},
         ),
         BETTER,
-        '"travel" in no answer, though right for 20 of 60 problems',
+        'no answer contains "travel", the right answer to 20 of 60 problems',
     ),
     "none right": ((60, right(0.0), right(0.0)), SAME, "(docs/warm-start.md)"),
     "nothing moves": ((4, right(0.5), right(0.5)), FEW, "Try a --learning-rate ten times as high"),
@@ -412,7 +418,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         "verdict: no change, though the score fell",
     ),
     "paid alone": ((20, short(0.2), short(2.0)), FEW, f"next: {advice.REWARD_ALONE_ROSE}. About "),
-    "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of --learning-rate"),
+    "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of the current --learning-rate"),
     "begun": (
         (200, even, even, "accuracy", {"init_adapter": "/a/warm"}),
         SAME,
@@ -533,7 +539,7 @@ def test_what_is_best_already_is_not_called_still_rising():
         )
     run = run_of(evals, answers)
     result = verdict.judge_change(run)
-    assert difference.best_evaluation(run)["step"] == 75 and result.outcome == BETTER
+    assert difference.earliest_unbeaten_evaluation(run)["step"] == 75 and result.outcome == BETTER
     assert result.signs == ['"2021-12-25" in 0% -> 76% of greedy answers']
     assert (
         "0.250 -> 0.758, better" in result.text
@@ -543,7 +549,7 @@ def test_what_is_best_already_is_not_called_still_rising():
     run = run_of(
         [*evals, {"step": 125, "eval/score": 0.5, "eval/num": 120}], answers | {125: answers[100]}
     )
-    assert "fewer than two problems have a figure" in verdict.judge_change(run).text
+    assert "fewer than two problems" in verdict.judge_change(run).text
 
 
 def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
@@ -559,7 +565,7 @@ def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
     assert doubted.startswith("Read the answers. About ")
     assert (
         advised[0].endswith("--steps 18")
-        and "has hardly moved" in advised[1]
+        and "hardly changed" in advised[1]
         and "ten times" in advised[1]
     )
 
@@ -582,7 +588,7 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
         answers = [record | {"problem": n, "values": [value]} for n, value in enumerate(values)]
         log.write_evaluation(step, {"eval/accuracy": num / 100, "eval/num": 100}, answers)
     assert (
-        "WARNING after step 30: The accuracy was better after step 10: 0.700"
+        "WARNING after step 30: The accuracy was better after step 10, at 0.700"
         in capsys.readouterr().err
     )
     assert log.best_step == 10 and [warning["name"] for warning in log.warnings.read()] == ["worse"]
@@ -598,16 +604,16 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
 
 
 def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
-    (line,) = held_out.warn_of_few_held_out(8, {"eval_limit": 8})
+    (line,) = held_out.warnings_of_few_held_out(8, {"eval_limit": 8})
     assert re.search(r"\b8\b.*\b57%.*--eval-limit", line)
-    (line,) = held_out.warn_of_few_held_out(8, {}, 0.1)
+    (line,) = held_out.warnings_of_few_held_out(8, {}, 0.1)
     assert re.search(r"\b8\b.*\b14%", line)
-    (line,) = held_out.warn_of_few_held_out(4, {})
+    (line,) = held_out.warnings_of_few_held_out(4, {})
     assert "--eval-data FILE or --data TRAIN,HELD_OUT" in line
-    assert held_out.warn_of_few_held_out(0, {}) == []
-    assert held_out.warn_of_few_held_out(50, {}) == []
-    assert held_out.warn_of_few_held_out(10, {"loss_type": "sft"}) == []
-    (line,) = held_out.warn_of_few_held_out(0, {"eval_every": 0})
+    assert held_out.warnings_of_few_held_out(0, {}) == []
+    assert held_out.warnings_of_few_held_out(50, {}) == []
+    assert held_out.warnings_of_few_held_out(10, {"loss_type": "sft"}) == []
+    (line,) = held_out.warnings_of_few_held_out(0, {"eval_every": 0})
     assert "no verdict" in line and "--eval-every 0" in line
 
     run = run_of([{"step": 9, "eval/num": 1}], loss_type="sft", eval_limit=1)

@@ -8,7 +8,7 @@ import sysconfig
 import zipfile
 
 import pytest
-from conftest import ROOT, checked_line
+from conftest import ROOT, check_error_line
 from test_layout import FILES
 
 
@@ -79,7 +79,7 @@ def test_a_wheel_trains_answers_and_knows_its_commit_in_another_directory(wheel,
     said = run("sample", "--run", "runs/demo", "--temp", "0", "--prompt", "What is two plus three?")
     assert said.stdout.endswith(".\n"), said.stderr
     mistaken = run("trian")
-    assert mistaken.returncode == 2 and checked_line(mistaken.stderr, "did you mean train")
+    assert mistaken.returncode == 2 and check_error_line(mistaken.stderr, "did you mean train")
 
 
 def test_a_wheel_has_every_room_with_its_data_and_no_tests(wheel):

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, message_of
+from conftest import ROOT, catch_message
 
 from sandbox import workers
 
@@ -19,7 +19,7 @@ def pool(monkeypatch):
 
     def make(num=1, limit=5.0, sealed=False, arguments=()):
         made.append(
-            workers.Pool("attacks:answerer", arguments, num=num, limit=limit, sealed=sealed)
+            workers.WorkerPool("attacks:answerer", arguments, num=num, limit=limit, sealed=sealed)
         )
         return made[-1]
 
@@ -80,8 +80,10 @@ def test_what_ends_a_worker_or_fails_in_it_is_told_and_the_rest_is_answered(pool
 
 
 def test_a_worker_that_cannot_start_is_one_line(pool):
-    assert message_of(pool(arguments=("refuse",)).answer_all, [("double", 1)]) == "--flag is wrong"
-    assert "status 3" in message_of(pool(arguments=("crash",)).answer_all, [("double", 1)])
+    assert (
+        catch_message(pool(arguments=("refuse",)).answer_all, [("double", 1)]) == "--flag is wrong"
+    )
+    assert "status 3" in catch_message(pool(arguments=("crash",)).answer_all, [("double", 1)])
 
 
 def test_hashes_are_the_same_in_every_worker(pool):
@@ -89,13 +91,13 @@ def test_hashes_are_the_same_in_every_worker(pool):
 
 
 def test_a_question_that_is_no_json_is_one_line(pool):
-    assert "texts, numbers and lists" in message_of(pool().answer_all, [("double", {1, 2})])
+    assert "texts, numbers and lists" in catch_message(pool().answer_all, [("double", {1, 2})])
 
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_workers_end_with_their_owner_and_ctrl_c_is_the_owners(sealed):
     code = (
-        "from sandbox import workers; p = workers.Pool('attacks:answerer', (), num=1, limit=60, sealed=SEALED)\n"
+        "from sandbox import workers; p = workers.WorkerPool('attacks:answerer', (), num=1, limit=60, sealed=SEALED)\n"
         "print(p.answer_all([('name', 0)])[0].value, flush=True)\n"
         "try:\n    p.answer_all([('sleep', 50)])\n"
         "except KeyboardInterrupt:\n    print(len(p.workers), p.answer_all([('double', 4)])[0].value)\n"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import read_log, write_log
 from machines import LIMIT, Machines
-from small_run import SMALL, gradient_of_update, make_run, sample
+from small_run import SMALL_FLAGS, make_run, record_gradient, sample_first_prompts
 
 import train
 import update
@@ -24,17 +24,17 @@ slow = pytest.mark.slow
 
 def test_one_process_gets_back_what_it_brings_and_opens_nothing():
     value, array = {"a": (1, 2)}, mx.array([1.0])
-    assert world.all_gather(value)[0] is value and world.on_rank0(lambda: value) is value
+    assert world.all_gather(value)[0] is value and world.compute_on_rank0(lambda: value) is value
     assert world.all_sum([array])[0] is array
     assert (
         world.rank(),
         world.size(),
         world.own_item_indices([1, 1, 1]),
-        world.take_wait_seconds(),
+        world.pop_wait_seconds(),
     ) == (0, 1, [0, 1, 2], {})
-    with link.connect():
+    with link.connect_machines():
         assert world.size() == 1
-    assert link.describe_end(ValueError("why")) == "why"
+    assert link.end_reason_with_machine_name(ValueError("why")) == "why"
 
 
 def test_every_item_is_done_by_one_machine_and_none_has_much_more_to_do(monkeypatch):
@@ -76,7 +76,7 @@ def few(tmp_path):
     prompts = write_log(
         tmp_path / "few.jsonl", [{"prompt": f"What is {n} plus {n}?"} for n in range(40)]
     )
-    return [*SMALL, "--eval-every", "0", "--data", prompts]
+    return [*SMALL_FLAGS, "--eval-every", "0", "--data", prompts]
 
 
 # ---- the same as one process
@@ -89,7 +89,7 @@ VARIANTS = {
 
 def gradients(run):
     """The gradient of a step in small batches, what was measured, and the log-probabilities of a probe."""
-    samples = sample(run)
+    samples = sample_first_prompts(run)
     batches = make_batches(samples, 80, "off")
     assert len(batches) > 3
     batches = (
@@ -97,10 +97,10 @@ def gradients(run):
         if run.config.objective.beta
         else batches
     )
-    result, grads = gradient_of_update(run, batches)
+    result, grads = record_gradient(run, batches)
     mine = [batch for batch in batches if batch.is_local]
     known = update.fill_in_old_logprobs(
-        mine, update.logprobs_with(run.learner, mine, run.learner.trainable)
+        mine, update.install_weights_and_compute_logprobs(run.learner, mine, run.learner.trainable)
     )
     distance = trust_region.measure_kl(known, [batch.sampled_logprobs for batch in known])
     ids = [one.response_ids for one in samples]
@@ -111,7 +111,9 @@ def steps_of(run):
     """Two updates, each of two iterations of AdamW with a bound on the step."""
     run.learner.trainable = dict(sorted(run.learner.trainable.items()))  # as a checkpoint has them
     for budget in (80, 100_000):  # of the second one machine has no part
-        update.run_optimizer_steps(run.learner, make_batches(sample(run), budget, "off"), 0.004)
+        update.run_optimizer_steps(
+            run.learner, make_batches(sample_first_prompts(run), budget, "off"), 0.004
+        )
     return run.learner
 
 
@@ -123,8 +125,8 @@ from machine import link, world
 from small_run import make_run
 from mlx.utils import tree_flatten
 out, link.BLOCK = Path(sys.argv[1]), 2000  # so that what is long goes in parts
-with link.connect():
-    assert world.on_rank0(lambda: list(range(9000))) == list(range(9000))
+with link.connect_machines():
+    assert world.compute_on_rank0(lambda: list(range(9000))) == list(range(9000))
     few = ["--data", str(out / "few.jsonl"), "--rubric", "data/demo_rubric.yaml"]
     for name, flags in test_world.VARIANTS.items():
         run = make_run(out / "gone", *few, *flags)
@@ -135,7 +137,7 @@ with link.connect():
         mx.save_safetensors(str(out / f"{name} {world.rank()}.safetensors"), arrays)
     learner = test_world.steps_of(make_run(out / "gone", *few, "--num-iterations", "2", "--target-kl", "0.001"))
     learner.trainable = {name: array + world.rank() for name, array in learner.trainable.items()}
-    update.broadcast_weights(learner)  # as after the roundings of another kind of processor
+    update.broadcast_state_if_ranks_differ(learner)  # as after the roundings of another kind of processor
     state = learner.trainable | dict(tree_flatten(learner.optimizer.state))
     mx.save_safetensors(str(out / f"state {world.rank()}.safetensors"), state)
 """
@@ -300,7 +302,7 @@ def late(*args):
     time.sleep(0.4)
     return piece(*args)
 try:
-    with link.connect():
+    with link.connect_machines():
         link.Link._run_collective = late
         assert world.all_sum([mx.ones(9000)])[0].sum() == 18000
         print("a slow link is no machine that hangs", flush=True)
@@ -320,10 +322,7 @@ def test_a_machine_that_hangs_ends_the_others_with_a_line_and_not_a_hang(tmp_pat
             machines.processes[0].returncode,
         )
     assert said.endswith("a slow link is no machine that hangs\n")
-    assert (
-        status == 1
-        and "error: a machine hangs or is very late: nothing came from it for 1 s" in errors
-    )
+    assert status == 1 and "error: a machine hangs" in errors and "for 1 s" in errors
 
 
 @slow
@@ -335,8 +334,6 @@ def test_machines_that_are_not_alike_are_refused(tmp_path, few):
         ended = machines.wait()
     for (_, errors), status in ended:
         assert (
-            status == 2
-            and "has another GWEN_DTYPE than rank 0" in errors
-            and "make them the same" in errors
+            status == 2 and "has another GWEN_DTYPE than rank 0" in errors and "bfloat16" in errors
         )
     assert not (tmp_path / "run").exists()

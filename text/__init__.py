@@ -1,1 +1,1 @@
-"""Text from outside: made safe to print, parsed as JSON or YAML, or translated from TRL's names."""
+"""Functions that parse JSON and YAML, make text safe to print, and explain the names of TRL."""

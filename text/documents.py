@@ -1,8 +1,8 @@
 """
-Reads JSON and YAML that users write, and refuses duplicate keys, endless files and broken syntax.
+Reads JSON and YAML that users write, and refuses duplicate keys, endless files and invalid syntax.
 
-This file does not cover the meaning of the documents (the modules that read them do), or text for a
-terminal (printable.py).
+This file does not cover the meaning of the documents, which is checked by the modules that use
+them, or text for a terminal (printable.py).
 """
 
 import json
@@ -20,27 +20,27 @@ def read_json(text: str | bytes) -> Any:
     """
     Parse JSON.
 
-    Raises ValueError if the text is not JSON, is nested too deep, or repeats a key in one object.
+    Raises ValueError if the text is not JSON, is nested too deeply, or repeats a key in an object.
     """
     try:
-        return json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
+        return json.loads(text, object_pairs_hook=_dict_without_duplicate_keys)
     except RecursionError as error:
-        raise ValueError("nested too deep") from error
+        raise ValueError("the JSON is nested too deeply") from error
 
 
-def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {reprlib.repr(key)} stands twice in one object")
+        raise ValueError(f"the key {reprlib.repr(key)} occurs twice in one object")
     return content
 
 
-class _Loader(yaml.SafeLoader):
+class _DuplicateRefusingLoader(yaml.SafeLoader):
     """
     A YAML loader that refuses duplicate keys.
 
-    If the user forgot a list dash, the later entry would silently replace the earlier one.
+    If a user forgot the dash of a list item, a later entry would silently replace an earlier one.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -48,42 +48,45 @@ class _Loader(yaml.SafeLoader):
             seen = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                    problem = f"the key {key.value!r:.60} stands twice in one entry"
+                    problem = f"the key {key.value!r:.60} occurs twice in one entry"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add((key.tag, str(key.value)))
         return super().construct_mapping(node, deep)
 
 
-def read_text(path: str | Path, prefix: str, megabytes: int) -> str:
+def read_text(path: str | Path, error_prefix: str, max_megabytes: int) -> str:
     """
-    Read a text file of at most `megabytes` megabytes.
+    Read a text file of at most `max_megabytes` megabytes.
 
-    Raises ValueError, whose message starts with `prefix`, if the file is larger, unreadable or not
-    a regular file. A device or a pipe may have no end.
+    Raises ValueError, whose message starts with `error_prefix`, if the file is larger, unreadable
+    or not a regular file, since reading a device or a pipe may never end.
     """
     try:
         status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > megabytes * 10**6:
-            raise ValueError(f"it is no file of at most {megabytes} MB")
+        if not stat.S_ISREG(status.st_mode) or status.st_size > max_megabytes * 10**6:
+            raise ValueError(f"it is not a regular file of at most {max_megabytes} MB")
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{prefix} cannot be read: {reason}") from error
+        raise ValueError(f"{error_prefix} cannot be read: {reason}") from error
 
 
-def load_yaml(path: str | Path, prefix: str) -> Any:
+def load_yaml(path: str | Path, error_prefix: str) -> Any:
     """
     Load a user's YAML file of at most one megabyte.
 
-    Raises ValueError, whose message starts with `prefix`, if the file is unreadable or not YAML.
+    Raises ValueError, whose message starts with `error_prefix`, if the file is unreadable or is not
+    YAML.
     """
-    text = read_text(path, prefix, 1)
+    text = read_text(path, error_prefix, 1)
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, _DuplicateRefusingLoader)
     except Exception as error:
-        # PyYAML does not wrap the errors that an impossible date, a bad tag or deep nesting raises.
+        # An impossible date, a bad tag or deep nesting raises an error that is not a YAMLError.
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None)
         problem = problem or str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{prefix} is not YAML{line}: {problem}; correct it") from error
+        raise ValueError(
+            f"{error_prefix} is not valid YAML{line}: {problem}; correct it"
+        ) from error

@@ -1,5 +1,5 @@
 """
-Names from TRL and PEFT, and what to use here instead, from the table data/trl.yaml.
+Explains what to use in Gwen instead of a name from TRL or PEFT, with the table data/trl.yaml.
 
 This file does not cover the conversion of whole recipes (settings/from_trl.py).
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from text.documents import load_yaml
 
-# The library that owns a section's names. TRL owns the names of all other sections.
+# The library to which the names in a section belong. The names in all other sections are TRL's.
 OWNERS = {"LoraConfig": "PEFT's ", "older names": ""}
 VERBS = {
     "renamed": "is here ",
@@ -24,7 +24,7 @@ VERBS = {
 @functools.cache
 def load_foreign_names() -> dict[str, dict[str, tuple[str, str]]]:
     """
-    Load the TRL and PEFT names of each section of data/trl.yaml.
+    Load the names of TRL and PEFT in each section of data/trl.yaml.
 
     Each name has a kind ("same", "renamed", "missing" or "not needed") and a piece of advice.
     """
@@ -37,8 +37,8 @@ def load_foreign_names() -> dict[str, dict[str, tuple[str, str]]]:
     return table
 
 
-def key_of(flag: str) -> str:
-    """The setting's key for a flag: `judge_mode` for `--judge-mode`."""
+def flag_to_key(flag: str) -> str:
+    """The name of the setting that a flag sets, such as `judge_mode` for `--judge-mode`."""
     return flag.lstrip("-").replace("-", "_")
 
 
@@ -46,20 +46,20 @@ def suggest_name(
     unknown: str, valid_names: Collection[str], quote: Callable[[str], str] = str
 ) -> str:
     """
-    Return a hint for what to use instead of an unknown flag or setting; "" if nothing is similar.
+    Return a hint on what to use instead of an unknown flag or setting; "" if there is no hint.
 
-    The table of foreign names is searched first, then `valid_names` for a similar spelling. A table
-    row is skipped if it advises flags that this command does not have, unless the row names the
-    command that has them.
+    The table of TRL and PEFT names is searched first, and then `valid_names` for a similar
+    spelling. A row of the table is skipped if it recommends flags that this command does not have,
+    unless the row names the command that has them.
     """
-    key = key_of(unknown)
-    by_key = {key_of(name): name for name in valid_names}
+    key = flag_to_key(unknown)
+    by_key = {flag_to_key(name): name for name in valid_names}
     for section, names in load_foreign_names().items():
         if key not in names:
             continue
         kind, advice = names[key]
         flags = re.findall("--[a-z][a-z-]*", advice)
-        has_flag = any(key_of(flag) in by_key for flag in flags)
+        has_flag = any(flag_to_key(flag) in by_key for flag in flags)
         if kind != "same" and (not flags or ".py" in advice or has_flag):
             owner = OWNERS.get(section, "TRL's ")
             return explain_foreign_name(owner + key, kind, advice)
@@ -69,7 +69,7 @@ def suggest_name(
 
 
 def explain_foreign_name(name: str, kind: str, advice: str) -> str:
-    """Return what replaces a TRL or PEFT name here, as in "TRL's fp16 is not needed here: ..."."""
+    """Return a sentence on a TRL or PEFT name, such as "TRL's fp16 is not needed here"."""
     separator = ": " if advice and kind != "renamed" else ""
     plain_advice = advice.replace("`", "")
     return f"{name} {VERBS[kind]}{separator}{plain_advice}"

@@ -1,1 +1,1 @@
-"""Tools and environments that a model uses in conversations of several turns."""
+"""Tools and environments that a model uses in conversations with several turns."""

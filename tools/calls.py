@@ -1,14 +1,14 @@
 """
-Tool calls: the schemas of functions, the calls in a turn, and the token ids between two turns.
+Makes the schemas of tools, parses the tool calls in a turn, and encodes the messages between turns.
 
-mlx_lm parses the calls. Their format is that of the model's chat template:
+mlx_lm parses the calls, in one of two formats that depend on the model's chat template:
 `json_tools`: <tool_call>{"name": …, "arguments": {…}}</tool_call> (Qwen2.5, Qwen3);
 `qwen3_coder`: <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
 (Qwen3-Coder, Qwen3.5).
-A call that cannot be read becomes a `Call` with an error, and the model is shown this error. A
-tool result that the model wrote itself is treated in the same way. The model's own text is never
-rendered again: its token ids are kept.
-This file does not cover running the calls (tools/episodes.py).
+If a call cannot be parsed, it becomes a `ToolCall` with an error, which the model is shown. A tool
+result that the model wrote itself also becomes such a call. The model's own text is never rendered
+again; the token ids that it generated stay in the conversation. This file does not cover how calls
+are run (tools/episodes.py).
 """
 
 import functools
@@ -21,14 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prompts import chat_template
-from prompts.examples import format_error, shorten_value, suggest_nearest
+from prompts.examples import did_you_mean, format_error, shorten_value
 
 Tool = Callable[..., Any]
-Schemas = dict[str, dict[str, Any]]  # a tool's name -> its schema, as chat templates take it
+# the tool's name -> the tool's schema, in the format that chat templates expect
+Schemas = dict[str, dict[str, Any]]
 
 
-class Call(NamedTuple):
-    """A call in a turn. `error`: one line that says why the call cannot be run, "" if it can."""
+class ToolCall(NamedTuple):
+    """
+    A tool call that a model wrote in a turn. error: the reason why the call cannot be run, in one
+    line; "" if the call can be run.
+    """
 
     name: str | None
     arguments: Any
@@ -38,12 +42,13 @@ class Call(NamedTuple):
 # ---- schemas
 
 
-def tool_schemas(flag: str, tools: Mapping[str, Tool]) -> Schemas:
+def make_tool_schemas(flag: str, tools: Mapping[str, Tool]) -> Schemas:
     """
-    The JSON schemas of functions that have types and docstrings, by name.
+    The JSON schemas of tools, by the tool's name, made from the tools' type annotations and
+    docstrings.
 
-    flag: the beginning of error messages. Raises ValueError with the name of a function that has no
-    schema, and the reason.
+    flag: the flag that named the tools, for error messages. Raises ValueError if no schema can be
+    made for a tool; the message names the tool and the reason.
     """
     from transformers.utils import get_json_schema  # imported here because it takes seconds
 
@@ -54,116 +59,130 @@ def tool_schemas(flag: str, tools: Mapping[str, Tool]) -> Schemas:
         except Exception as error:
             fix = "give each argument a type and a line in the docstring's Args"
             if flag.startswith("--env"):
-                fix += ", or begin the name with _ if the method is no tool"
+                fix += ", or begin the name with _ if the method is not a tool"
             raise ValueError(
                 f"{flag}: the tool {name} has no schema ({format_error(error)}); {fix}"
             ) from error
-        # a decorator may have changed the function's own name
+        # a decorator may have changed the name of the function
         function = schema["function"] | {"name": name}
         schemas[name] = schema | {"function": function}
     return schemas
 
 
-def environment_schemas(kind: type) -> Schemas:
+def make_environment_schemas(environment_class: type) -> Schemas:
     """
-    The schemas of an environment's tools: its public methods except reset and get_reward.
+    The schemas of an environment's tools, which are its public methods except `reset` and
+    `get_reward`.
 
-    Raises ValueError if there is no method `reset`.
+    Raises ValueError if the environment has no method `reset`.
     """
-    if not callable(getattr(kind, "reset", None)):
+    if not callable(getattr(environment_class, "reset", None)):
         raise ValueError(
-            f"--env: {kind.__name__} has no method reset, which begins an episode; add one"
+            f"--env: {environment_class.__name__} has no method reset, which begins an episode; "
+            f"add it"
         )
     tools = {}
-    for name, _ in inspect.getmembers(kind, inspect.isroutine):
+    for name, _ in inspect.getmembers(environment_class, inspect.isroutine):
         if name.startswith("_") or name in ("reset", "get_reward"):
             continue
-        tools[name] = getattr(kind, name)
-        method = inspect.getattr_static(kind, name)
+        tools[name] = getattr(environment_class, name)
+        method = inspect.getattr_static(environment_class, name)
         if isinstance(method, types.FunctionType):
-            # a bound method, so that `self` is not among the arguments in the schema
-            tools[name] = types.MethodType(method, kind)
-    return tool_schemas(f"--env {kind.__name__}", tools)
+            # a bound method, so that the schema does not contain the argument `self`
+            tools[name] = types.MethodType(method, environment_class)
+    return make_tool_schemas(f"--env {environment_class.__name__}", tools)
 
 
-def rewards_turns(kind: type) -> bool:
-    """Whether an environment's `get_reward` is called after each turn, to reward that turn."""
-    return bool(getattr(kind, "reward_per_turn", False))
+def rewards_each_turn(environment_class: type) -> bool:
+    """Whether an environment's `get_reward` is called after each turn to reward that turn."""
+    return bool(getattr(environment_class, "reward_per_turn", False))
 
 
 # ---- the calls in a turn
 
 
-# a text in the chat template -> mlx_lm's parser for that format
+# a string in the chat template -> the name of mlx_lm's parser for the template's format
 FORMATS = {"<function=": "qwen3_coder", "<tool_call>": "json_tools"}
-RESULT_TAG = "<tool_response>"  # the templates of both formats put it around a tool's result
+RESULT_TAG = "<tool_response>"  # the templates of both formats put this tag before a tool's result
 CALL_TEXT = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
-def choose_call_reader(template: str | None) -> Callable[..., Any]:
+def choose_call_parser(template: str | None) -> Callable[..., Any]:
     """
-    The function that parses calls in the format of a chat template.
+    Returns mlx_lm's function that parses tool calls in the format of a chat template.
 
-    Raises ValueError if the template has no tools in a known format.
+    Raises ValueError if the template does not support tools in a known format.
     """
     for mark, name in FORMATS.items():
         if mark in (template or ""):
             module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-            read_call: Callable[..., Any] = module.parse_tool_call
-            return read_call
+            parse_call: Callable[..., Any] = module.parse_tool_call
+            return parse_call
     raise ValueError(
-        "the model's chat template has no tools that Gwen reads, <tool_call> or <function=…>; "
-        "take Qwen2.5, Qwen3 or a later one, or demo:tools"
+        "the model's chat template has no tool calls in a format that Gwen can parse, "
+        "<tool_call> or <function=…>; use Qwen2.5, Qwen3 or a later Qwen model, or demo:tools"
     )
 
 
-def read_calls(text: str, read_call: Callable[..., Any], schemas: Schemas) -> list[Call]:
+def parse_calls(turn_text: str, parse_call: Callable[..., Any], schemas: Schemas) -> list[ToolCall]:
     """
-    The calls that follow the thought of a turn, in order. Each is checked against its schema.
+    Parses the calls after the thought in a turn, in order, and checks each call against its tool's
+    schema.
 
-    If the model wrote a tool result itself, the last call is an error; see `forged_result`.
+    If the model wrote a tool result itself, a call with an error is added at the end.
     """
-    answer = text.rpartition("</think>")[2]
+    answer = turn_text.rpartition("</think>")[2]
     calls = []
     for body, end in CALL_TEXT.findall(answer):
         try:
-            calls.append(_read_call(body if end else None, read_call, schemas))
-        except Exception as error:  # the model may have written anything
-            calls.append(Call(None, None, f"the call cannot be read: {format_error(error)}"))
-    forgery = forged_result(answer)
+            calls.append(_parse_and_check_call(body if end else None, parse_call, schemas))
+        except Exception as error:  # the model's text can make the parser raise anything
+            calls.append(ToolCall(None, None, f"the call cannot be read: {format_error(error)}"))
+    forgery = explain_forged_result(answer)
     if forgery:
-        calls.append(Call(None, None, forgery))
+        calls.append(ToolCall(None, None, forgery))
     return calls
 
 
-def _read_call(body: str | None, read_call: Callable[..., Any], schemas: Schemas) -> Call:
-    """Parses the text of a call; the text is None if its end is missing. May raise any error."""
+def _parse_and_check_call(
+    body: str | None, parse_call: Callable[..., Any], schemas: Schemas
+) -> ToolCall:
+    """
+    Parses one call and checks it against its tool's schema. The parser may raise any error. body:
+    the text between the call's tags; None if the closing tag is missing.
+    """
     parsed = None
     if body is not None:
-        parsed = read_call(body.strip(), list(schemas.values()))
+        parsed = parse_call(body.strip(), list(schemas.values()))
     if parsed is None:
-        return Call(None, None, "the call has no </tool_call>")
-    # Python's JSON parser accepts NaN and 1e999, but no record can hold them
+        return ToolCall(None, None, "the call has no </tool_call>")
+    # raises for NaN and 1e999, which Python's JSON parser accepts but which JSON records cannot
+    # contain
     json.dumps(parsed, allow_nan=False)
     match parsed:
         case {"name": str(name), "arguments": dict(arguments)}:
-            return Call(name, arguments, _find_mistake(name, arguments, schemas))
-    return Call(None, None, 'the call is not {"name": "...", "arguments": {...}}')
+            return ToolCall(name, arguments, _find_call_mistake(name, arguments, schemas))
+    return ToolCall(None, None, 'the call is not {"name": "...", "arguments": {...}}')
 
 
-def outside_calls(answer: str) -> list[str]:
-    """The texts before, between and after a turn's calls: one text more than there are calls."""
+def texts_around_calls(answer: str) -> list[str]:
+    """
+    The texts before, between and after the calls in a turn. A turn with n calls has n + 1 such
+    texts.
+    """
     return CALL_TEXT.split(answer)[:: 1 + CALL_TEXT.groups]
 
 
-def forged_result(answer: str) -> str:
+def explain_forged_result(answer: str) -> str:
     """
-    Why a turn is refused if the model itself wrote a tool's result in it; "" for other turns.
+    The error message for a turn in which the model itself wrote a tool's result; "" for other
+    turns.
 
-    A forged result is inside the template's tags. Text after the last call counts as a forged
-    result too, because the turn should end with the call.
+    A forged result is a text in the tags that the chat template puts around a tool's result. Text
+    after the last call also counts as a forged result, because a turn should end with its last
+    call.
     """
-    texts = outside_calls(answer)
+    texts = texts_around_calls(answer)
     if any(RESULT_TAG in text for text in texts):
         return (
             f"{RESULT_TAG} is what a tool gives, and no tool gave this: call one, "
@@ -174,19 +193,22 @@ def forged_result(answer: str) -> str:
     return ""
 
 
-def _find_mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str:
-    """The mistake of a call: an unknown tool, or arguments that its schema refuses; "" if none."""
-    # imported here because only runs with tools need it
+def _find_call_mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str:
+    """
+    Describes what is wrong with a call: an unknown tool, or arguments that do not match the tool's
+    schema. Returns "" if nothing is wrong with the call.
+    """
+    # imported here because only runs with tools need jsonschema
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
     if name not in schemas:
-        hint = suggest_nearest(name[:40], schemas)
+        hint = did_you_mean(name[:40], schemas)
         return f"there is no tool {shorten_value(name)}{hint}; the tools are {', '.join(schemas)}"
     schema = schemas[name]["function"]["parameters"]
     properties = {}
     for key, value in schema.get("properties", {}).items():
-        # transformers writes `nullable`, which is not part of JSON Schema
+        # transformers uses `nullable`, which is not part of JSON Schema
         properties[key] = {"anyOf": [value, {"type": "null"}]} if value.get("nullable") else value
     strict_schema = schema | {"properties": properties, "additionalProperties": False}
     error = best_match(Draft202012Validator(strict_schema).iter_errors(arguments))
@@ -197,15 +219,15 @@ def _find_mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str
 
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": {}}}
 TURN = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-# a conversation that ends with a call, for rendering by the template
+# a conversation that ends with a call, which the template renders to show what follows a turn
 EXCHANGE: list[dict[str, Any]] = [{"role": "user", "content": "."}, TURN]
 
 
 class TurnCodec:
-    """Encodes the messages between the model's turns, and decodes the turns."""
+    """Encodes the messages between the model's turns, and decodes the turns themselves."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int], *, thinking: bool):
-        """end_ids: the model's end tokens."""
+        """end_ids: the ids of the model's end tokens."""
         self.tokenizer = tokenizer
         self.render = functools.partial(chat_template.render_chat, tokenizer, thinking=thinking)
         self.end_ids = set(end_ids)
@@ -215,32 +237,35 @@ class TurnCodec:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> list[int]:
         """
-        The token ids from a turn's end token to the beginning of the next turn.
+        The token ids after a turn's end token, up to the beginning of the next turn.
 
-        The end token is not included. messages: the messages between the two turns; control tokens
-        in them are encoded as text. tools: schemas.
+        messages: the messages between the two turns; control tokens in them are encoded as plain
+        text. tools: the schemas of all tools.
         """
-        marked = chat_template.mark_as_text(self.tokenizer, messages, all_added_tokens=True)
+        marked = chat_template.mark_special_tokens_as_text(
+            self.tokenizer, messages, all_added_tokens=True
+        )
         before = self.render(EXCHANGE, tools=tools, opened=False)
         after = self.render([*EXCHANGE, *marked], tools=tools)
-        # the last end token in the rendered exchange
+        # the position of the last end token in the rendered exchange
         place, end = max((before.rfind(end), end) for end in self.ends)
         if place < 0:
             raise ValueError(
-                f"the chat template ends a turn with none of its end tokens, {', '.join(self.ends)}"
+                f"the chat template does not end a turn with one of the model's end tokens, "
+                f"{', '.join(self.ends)}; use another model"
             )
         text = end.join(after.split(end)[before.count(end) :])
-        return chat_template.encode_marked(self.tokenizer, text)
+        return chat_template.encode_marked_text(self.tokenizer, text)
 
     def decode_turn(self, ids: Sequence[int]) -> str:
-        """The text that the model wrote in a turn, without its end token."""
+        """The text of a turn that the model wrote, without the end token."""
         content_ids = [token_id for token_id in ids if token_id not in self.end_ids]
         return str(self.tokenizer.decode(content_ids, skip_special_tokens=False))
 
-    def shorten(self, text: str, max_tokens: int) -> str:
-        """A text cut to `max_tokens` tokens. A longer text gets a line that says it was cut."""
+    def cut_to_tokens(self, text: str, max_tokens: int) -> str:
+        """Cuts a text to `max_tokens` tokens. If anything is cut off, a line at the end says so."""
         text = text.encode("utf-8", "replace").decode()
-        shown = text[: 100 * max_tokens]  # no useful token has more than 100 characters
+        shown = text[: 100 * max_tokens]  # hardly any token has more than 100 characters
         encoding = self.tokenizer.backend_tokenizer.encode(shown, add_special_tokens=False)
         if len(encoding.ids) > max_tokens:
             shown = shown[: encoding.offsets[max_tokens][0]]
@@ -249,11 +274,12 @@ class TurnCodec:
         return f"{shown}\n[cut: {len(shown)} of {len(text)} characters]"
 
 
-def show_with_tools(text: str, messages: list[dict[str, Any]] | None) -> str:
+def format_with_tool_calls(text: str, messages: list[dict[str, Any]] | None) -> str:
     """
-    An answer as people read it: its text, or all turns of its conversation, calls and results.
+    Formats an answer for people: its text, or all turns, calls and results of its conversation.
 
-    messages: the conversation; None if the answer is a text alone.
+    messages: the messages of the conversation; None if the answer is only a text without a
+    conversation.
     """
     lines = []
     for message in messages or [{"role": "assistant", "content": text}]:

@@ -1,10 +1,10 @@
 """
-Threads in which tools and environments run, each call with a time limit.
+Threads that run the calls of tools and environments. Each call has a time limit.
 
-A worker is one thread. It makes its environment and runs all methods of that environment. The
-coroutines of all workers share one event loop. Tools are the user's code. They run in this process,
-without a sandbox, so a call that hangs occupies its thread until the process ends. This file does
-not cover the choice of calls (tools/episodes.py) and the processes that read hostile text
+Each worker is one thread, which makes its environment and runs all of the environment's methods.
+The coroutines of all workers share one event loop. Tools are the user's code and run in this
+process without a sandbox, so a call that hangs occupies its thread until the process ends. This
+file does not cover which calls are run (tools/episodes.py), or the processes that read hostile text
 (sandbox/workers.py).
 """
 
@@ -28,15 +28,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rewards.functions import describe_raised
+from rewards.functions import describe_error_in_function
 from rewards.rewards import await_any
 
-PATIENCE = 1.0  # seconds that an ending process waits for its tools
-WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+PATIENCE = 1.0  # how many seconds a process waits for its tools before it ends
+WORKERS: "weakref.WeakSet[ToolWorker]" = weakref.WeakSet()
 
 
 class CallResult(NamedTuple):
-    """The value of a call, or the error that took its place."""
+    """The value that a call of a tool returned, or the error that the call raised."""
 
     value: Any = None
     error: BaseException | str | None = None
@@ -44,34 +44,38 @@ class CallResult(NamedTuple):
 
 
 @functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all coroutines. It runs in a thread of its own."""
+def _shared_event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop for the coroutines of all workers, which runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
 
 
-class Worker:
-    """A thread that does one job after another, and the environment that it uses."""
+class ToolWorker:
+    """A thread that runs one job after another, and the environment that its jobs use."""
 
     instance: Any = None  # the environment
-    call_start = math.inf  # `time.monotonic()` at which the current call began
+    call_start = math.inf  # when the current call began, by `time.monotonic()`
 
     def __init__(self, limit: float):
-        """limit: the most seconds of a call."""
+        """limit: the maximum number of seconds that a call may take."""
         self.limit = limit
-        self.task: concurrent.futures.Future[Any] | None = None  # the newest coroutine
+        # the coroutine that was started last
+        self.task: concurrent.futures.Future[Any] | None = None
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread = threading.Thread(target=self._run_jobs, daemon=True)
         self.thread.start()
         WORKERS.add(self)
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self.jobs.get()) is not None:
             job()
 
-    def run(self, fn: Callable[[], Any]) -> CallResult:
-        """Calls a function and awaits its coroutine. Only the worker's thread may do this."""
+    def call_and_await(self, fn: Callable[[], Any]) -> CallResult:
+        """
+        Calls a function, and awaits its value if this is a coroutine. Only the worker's own thread
+        may call this method.
+        """
         start = time.monotonic()
         self.call_start = start
         value = None
@@ -79,60 +83,61 @@ class Worker:
         try:
             value = fn()
             if inspect.isawaitable(value):
-                task = asyncio.run_coroutine_threadsafe(await_any(value), _event_loop())
+                task = asyncio.run_coroutine_threadsafe(await_any(value), _shared_event_loop())
                 self.task = task
                 value = task.result()
-        except BaseException as raised:  # SystemExit too: it ends only the call
+        # BaseException includes SystemExit, which must end only this call
+        except BaseException as raised:
             value = None
             error = raised
         self.call_start = math.inf
         return CallResult(value, error, time.monotonic() - start)
 
-    def run_or_raise(self, label: str, fn: Callable[[], Any]) -> Any:
+    def run_or_raise(self, error_prefix: str, fn: Callable[[], Any]) -> Any:
         """
         Calls a function in the worker's thread and returns its value.
 
-        Raises ValueError with a message that begins with the label if the call fails or takes too
-        long.
+        Raises ValueError if the call fails or takes too long. error_prefix: the beginning of the
+        error message.
         """
         results: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
-        self.jobs.put(lambda: results.put(self.run(fn)))
+        self.jobs.put(lambda: results.put(self.call_and_await(fn)))
         try:
             result = results.get(timeout=self.limit)
         except queue.Empty:
-            self.release()
+            self.end_after_current_job()
             raise ValueError(
-                f"{label} took longer than --tool-timeout {self.limit:g}; "
+                f"{error_prefix} took longer than --tool-timeout {self.limit:g}; "
                 "raise the limit or make the call faster"
             ) from None
 
         error = result.error
         if isinstance(error, BaseException):
-            raised = describe_raised(error, getattr(fn, "func", fn))
-            raise ValueError(f"{label} {raised}") from error
+            raised = describe_error_in_function(error, getattr(fn, "func", fn))
+            raise ValueError(f"{error_prefix} {raised}") from error
         return result.value
 
-    def release(self) -> None:
-        """Lets the thread end after its current job, if that job ever ends."""
+    def end_after_current_job(self) -> None:
+        """Makes the thread end after its current job, if this job ever ends."""
         self.jobs.put(None)
         if self.task is not None:
             self.task.cancel()
 
 
 @contextlib.contextmanager
-def end_tools() -> Iterator[None]:
+def end_tool_threads_on_exit() -> Iterator[None]:
     """
-    Wraps a command, so that the threads of its tools end before the process does.
+    A context manager for a whole command, which ends all tool threads before the process exits.
 
-    If a tool hangs, the process ends at once with its usual exit status. Python's own exit would
-    abort while a thread is inside MLX.
+    If a tool hangs, the process ends at once with its usual exit status. If Python exited normally
+    while a thread is inside MLX, the process would crash.
     """
     try:
         yield
     finally:
         error = sys.exc_info()[1]
         for worker in WORKERS:
-            worker.release()
+            worker.end_after_current_job()
         deadline = time.monotonic() + PATIENCE
         for worker in WORKERS:
             worker.thread.join(max(deadline - time.monotonic(), 0))
@@ -141,7 +146,9 @@ def end_tools() -> Iterator[None]:
 
 
 def _exit_at_once(error: BaseException | None) -> None:
-    """Ends the process with the exit status for this error; None is a normal end."""
+    """
+    Ends the process with the exit status that fits an error. error: None if there was no error.
+    """
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exc()
     sys.stdout.flush()
@@ -153,16 +160,19 @@ def _exit_at_once(error: BaseException | None) -> None:
     elif error is not None:
         status = 1
     if not isinstance(status, int):
-        status = 0 if status is None else 1  # SystemExit with a text means an error
+        status = 0 if status is None else 1  # a SystemExit whose code is a string means an error
     os._exit(status)
 
 
 @contextlib.contextmanager
-def seed_random(text: str) -> Iterator[None]:
-    """Seeds `random` and `numpy.random` with a text, and restores their states afterwards."""
+def seed_random_temporarily(seed_text: str) -> Iterator[None]:
+    """
+    A context manager that seeds `random` and `numpy.random` with a text, and restores their states
+    at the end.
+    """
     random_state = random.getstate()
     numpy_state = np.random.get_state()
-    seed = zlib.crc32(text.encode())
+    seed = zlib.crc32(seed_text.encode())
     random.seed(seed)
     np.random.seed(seed)
     try:

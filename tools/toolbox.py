@@ -1,8 +1,8 @@
 """
-The toolbox of a run: its tools, its environments, their schemas and their threads.
+A run's toolbox: its tools and environments, with their schemas and their threads.
 
-It also encodes prompts, because the chat template lists the tools in the prompt. This file does not
-cover conversations (tools/episodes.py) and the parsing of calls (tools/calls.py).
+The toolbox also encodes prompts, because the chat template lists the tools in the prompt. This file
+does not cover conversations (tools/episodes.py), or how calls are parsed (tools/calls.py).
 """
 
 from typing import Any
@@ -10,26 +10,31 @@ from typing import Any
 from config import Config, ToolSettings
 from machine import world
 from prompts import chat_template
-from prompts.examples import Example, prompt_text, shorten_value
+from prompts.examples import Example, last_user_text, shorten_value
 from tools.calls import (
     Tool,
     TurnCodec,
-    choose_call_reader,
-    environment_schemas,
-    tool_schemas,
+    choose_call_parser,
+    make_environment_schemas,
+    make_tool_schemas,
 )
-from tools.tool_workers import Worker
+from tools.tool_workers import ToolWorker
 
-CONTEXT = 4096  # the most tokens of a conversation without --max-context
+CONTEXT = 4096  # the maximum number of tokens in a conversation if --max-context is not set
 
 
-def conversation_limit(settings: ToolSettings, model_limit: int) -> int:
-    """The most positions of a conversation with tools. model_limit: the most of the model."""
+def max_conversation_tokens(settings: ToolSettings, model_limit: int) -> int:
+    """
+    The maximum number of tokens in a conversation with tools. model_limit: the model's own maximum.
+    """
     return min(settings.max_context or CONTEXT, model_limit)
 
 
 class Toolbox:
-    """The tools and environments of a run, ready to be called. The workers outlive a rollout."""
+    """
+    The tools and environments of a run, with the threads that call them. The threads are reused in
+    later rollouts.
+    """
 
     def __init__(
         self,
@@ -42,48 +47,56 @@ class Toolbox:
         """
         Makes the schemas of all tools.
 
-        environments: the classes by their name in the column `environment`; the name is "" if there
-        is only one.
+        environments: the environments' classes, by their names in the column `environment`. If
+        there is only one class, its name is "".
         model: a `gwen.ModelConfig`.
 
-        Raises ValueError if a tool has no schema, or the model's chat template has no tools.
+        Raises ValueError if no schema can be made for a tool, or if the model's chat template does
+        not support tools.
         """
         self.settings = config.tools
         self.environments = environments
         self.tokenizer = tokenizer
         self.thinking = config.sampling.thinking
-        self.context = conversation_limit(config.tools, model.max_position_embeddings)
-        self.read_call = choose_call_reader(tokenizer.chat_template)
+        self.context = max_conversation_tokens(config.tools, model.max_position_embeddings)
+        self.parse_call = choose_call_parser(tokenizer.chat_template)
         self.codec = TurnCodec(tokenizer, model.end_ids, thinking=self.thinking)
         self.functions = tools
 
-        function_schemas = tool_schemas("--tools", tools)
-        # by the name of the environment; "" also stands for rows without one
+        function_schemas = make_tool_schemas("--tools", tools)
+        # each environment's schemas by its name; "" is also the name for rows without an
+        # environment
         self.schemas = {"": function_schemas}
         for name, kind in environments.items():
-            self.schemas[name] = function_schemas | environment_schemas(kind)
-        self.workers: dict[tuple[str, int], Worker] = {}
+            self.schemas[name] = function_schemas | make_environment_schemas(kind)
+        self.workers: dict[tuple[str, int], ToolWorker] = {}
 
-    def get_worker(self, name: str, row: int) -> Worker:
-        """The row's thread with its environment. The first call makes both."""
-        if (name, row) not in self.workers:
-            worker = Worker(self.settings.tool_timeout)
-            self.workers[name, row] = worker
-            kind = self.environments.get(name)
+    def get_or_make_worker(self, environment_name: str, row: int) -> ToolWorker:
+        """
+        Returns the thread for a row and an environment. The first call makes the thread and the
+        environment.
+        """
+        if (environment_name, row) not in self.workers:
+            worker = ToolWorker(self.settings.tool_timeout)
+            self.workers[environment_name, row] = worker
+            kind = self.environments.get(environment_name)
             if kind:
                 worker.instance = worker.run_or_raise(f"environment {kind.__name__}", kind)
-        return self.workers[name, row]
+        return self.workers[environment_name, row]
 
-    def replace_worker(self, name: str, row: int) -> Worker:
-        """Gives a row a new thread and environment, because a call hangs in the old thread."""
-        self.workers.pop((name, row)).release()
-        return self.get_worker(name, row)
-
-    def environment_name(self, example: Example) -> str:
+    def replace_worker(self, environment_name: str, row: int) -> ToolWorker:
         """
-        The name of an example's environment, "" if the run has one or none.
+        Replaces a row's thread and environment with new ones, because a call hangs in the old
+        thread.
+        """
+        self.workers.pop((environment_name, row)).end_after_current_job()
+        return self.get_or_make_worker(environment_name, row)
 
-        Raises ValueError if --env does not name the environment.
+    def find_environment_name(self, example: Example) -> str:
+        """
+        The name of an example's environment; "" if the run has at most one environment.
+
+        Raises ValueError if --env does not name this environment.
         """
         name = ""
         if self.environments and "" not in self.environments:
@@ -91,18 +104,18 @@ class Toolbox:
         if name not in self.schemas:
             names = ", ".join(self.environments)
             raise ValueError(
-                f"column environment holds {shorten_value(name)}; "
-                f"the environments of --env are {names}"
+                f"the column environment contains {shorten_value(name)}; "
+                f"write the name of an environment in --env: {names}"
             )
         return name
 
     def encode_prompt(self, example: Example) -> list[int]:
         """
-        The token ids of an example's prompt, which lists the tools that its row may call.
+        The token ids of an example's prompt, which includes the schemas of the example's tools.
 
-        Raises ValueError if the prompt fills the whole conversation.
+        Raises ValueError if the prompt leaves no room for the model's turns in the conversation.
         """
-        tools = list(self.schemas[self.environment_name(example)].values())
+        tools = list(self.schemas[self.find_environment_name(example)].values())
         ids = chat_template.encode_chat(
             self.tokenizer,
             example["prompt"],
@@ -112,8 +125,9 @@ class Toolbox:
         )
         if len(ids) >= self.context:
             raise ValueError(
-                f"the prompt {shorten_value(prompt_text(example['prompt']))} has {len(ids)} "
-                f"tokens, a conversation {self.context}; shorten it or raise --max-context"
+                f"the prompt {shorten_value(last_user_text(example['prompt']))} has {len(ids)} "
+                f"tokens, but a conversation may have only {self.context}; "
+                "shorten the prompt or raise --max-context"
             )
         return ids
 
@@ -126,12 +140,14 @@ def make_toolbox(
     model: Any,
 ) -> Toolbox | None:
     """
-    Makes the toolbox of a run, None for a run without tools.
+    Makes the toolbox of a run. Returns None if the run has neither tools nor environments.
 
     Raises ValueError if the model cannot call tools, or if there are several machines.
     """
     if not tools and not environments:
         return None
     if world.size() > 1:
-        raise ValueError("--tools and --env are for one machine; start the run on one")
+        raise ValueError(
+            "--tools and --env work only on a single machine; start the run on one machine"
+        )
     return Toolbox(config, tools, environments, tokenizer, model)

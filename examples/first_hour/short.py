@@ -1,7 +1,7 @@
-"""The reward of docs/first-hour.md: 0.5 for at most 20 words, 0.5 for a word from the message."""
+"""The reward in docs/first-hour.md: 0.5 for at most 20 words, and 0.5 for a word of the message."""
 
 
-def short(prompts, completions, **columns):
+def short(prompts: list[str], completions: list[str], **columns) -> list[float]:
     topics = [
         [word.strip(".,?!") for word in prompt.lower().split() if len(word) > 4]
         for prompt in prompts
@@ -11,6 +11,6 @@ def short(prompts, completions, **columns):
         for topic, text in zip(topics, completions, strict=True)
     ]
     return [
-        (len(text.split()) <= 20) / 2 + its / 2
-        for text, its in zip(completions, on_topic, strict=True)
+        (len(text.split()) <= 20) / 2 + is_on_topic / 2
+        for text, is_on_topic in zip(completions, on_topic, strict=True)
     ]

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 import gwen
 from disk import hub
-from kv_cache import Group, KVCache, Layout, SlotCache, make_group
+from kv_cache import AttentionLayout, KVCache, PartReaders, SlotCache, make_part_readers
 from layers import attention, lm_head, ops, softmax
 from machine import gpu
 from machine import kernels as machinery
@@ -39,8 +39,8 @@ fast = pytest.mark.parametrize("metal", ["fast"], indirect=True)
 @pytest.fixture
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names of launched kernels, which run, on a GPU or emulated, unchecked, so none gives way to an expression."""
-    monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(machinery, "check_calls", lambda _: None)
+    monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: True)
+    monkeypatch.setattr(machinery, "turn_off_faulty_kernels", lambda _: None)
     launched: set[str] = set()
 
     def noting(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +164,7 @@ def test_swiglu_and_its_gradient_equal_the_formula_at_every_size_of_the_gate(for
 )
 def test_a_tall_product_is_that_of_its_factors_and_float32(form, rows, rank, width, dtype):
     thin, wide_ = array(rows, rank, dtype=dtype), array(rows, width, dtype=dtype)
-    ours = ops.tall_product(thin, wide_)
+    ours = ops.transposed_product(thin, wide_)
     assert ours.dtype == mx.float32
     np.testing.assert_allclose(
         np.array(ours), wide(thin).T @ wide(wide_), rtol=1e-5, atol=1e-6 * rows
@@ -315,10 +315,12 @@ def test_slot_attention_equals_its_formula(form, ratio, kv_heads, size, prompt_o
     mask, own_mask = np.ones((prompts, length), bool), np.ones((rows, width), bool)
     if masked:
         mask[0, : length - 8], own_mask[-1, :4], own_mask[0, 1] = False, False, False
-    layout = Layout(
+    layout = AttentionLayout(
         [
-            make_group(prompt_of, prompts, mx.array(mask)[:, None, None] if masked else None),
-            Group(mask=mx.array(own_mask)[:, None, None] if masked else None),
+            make_part_readers(
+                prompt_of, prompts, mx.array(mask)[:, None, None] if masked else None
+            ),
+            PartReaders(mask=mx.array(own_mask)[:, None, None] if masked else None),
         ]
     )
     exact = [wide(x) for x in (queries, *held, *own)]
@@ -429,7 +431,7 @@ def test_the_nucleus_ends_with_the_logit_that_makes_its_mass(form, size, top_p):
     logits = rows_of_logits(size, mx.float32)[:3]
     ties = mx.round(logits)
     for rows in (logits, ties):
-        found = np.array(softmax.nucleus(rows, top_p))
+        found = np.array(softmax.nucleus_threshold(rows, top_p))
         for row, least in zip(wide(rows), found, strict=True):
             weights = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
             assert least in row
@@ -547,13 +549,15 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(
 ):
     monkeypatch.setenv("GWEN_KERNELS", "off")
     run = small_run.make_run(tmp_path, *flags)
-    samples = small_run.shifted(small_run.sample(run), 0.2)
+    samples = small_run.shift_logprobs(small_run.sample_first_prompts(run), 0.2)
     batches = make_batches(samples, 250, "off")
     if run.config.objective.beta:
-        batches = small_run.told(batches, "ref_logprobs", small_run.recorded(samples)[0] - 0.1)
-    theirs, other = small_run.gradient_of_update(run, batches)
+        batches = small_run.add_column(
+            batches, "ref_logprobs", small_run.stack_logprobs(samples)[0] - 0.1
+        )
+    theirs, other = small_run.record_gradient(run, batches)
     monkeypatch.delenv("GWEN_KERNELS")
-    ours, mine = small_run.gradient_of_update(run, batches)
+    ours, mine = small_run.record_gradient(run, batches)
     assert ("row_slopes" in kernels) == ("--top-k" not in flags)
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-4, abs=1e-6)
     for name in ("kl", "clip_frac", "entropy"):
@@ -574,7 +578,7 @@ def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
     def outputs() -> list[mx.array]:
         cache = KVCache(model.config.layer_kinds)
         prefilled, slots = model(tokens, cache), SlotCache(cache, 3, 8)
-        slots.assign([0, 1, 0])
+        slots.assign_prompts([0, 1, 0])
         steps = []
         for t in range(3):
             slots.plan_writes()

@@ -1,5 +1,7 @@
 """A model that is loaded finds each kernel right at its own sizes, and a wrong one before the first step."""
 
+import re
+
 import mlx.core as mx
 import pytest
 
@@ -14,8 +16,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(memory, "limit_mlx_cache", lambda: None)
+    monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: True)
+    monkeypatch.setattr(memory, "set_mlx_memory_limits", lambda: None)
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
     for op in machinery.OPS.values():
         monkeypatch.setattr(op, "disabled_dtypes", set())
@@ -43,15 +45,20 @@ def test_a_kernel_is_judged_by_float32_at_weights_as_large_as_real_ones(
     model = gwen.load_model(checkpoints["qwen3-gqa8"], dtype)
     for seed, layer in enumerate(model.layers):
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm, layer.input_layernorm):
-            away = mx.abs(machinery.normal_array(*norm.weight.shape, dtype=mx.float32, seed=seed))
+            away = mx.abs(
+                machinery.random_normal_array(*norm.weight.shape, dtype=mx.float32, seed=seed)
+            )
             norm.weight = (1 + 12 * away).astype(dtype)
         layer.mlp.gate_up_proj.weight = 30 * layer.mlp.gate_up_proj.weight
     if not right:
-        header, body = ops.NORM_ROPE.text
-        monkeypatch.setattr(
-            ops.NORM_ROPE, "text", (header, body.replace("y * c + x * s", "1.05f * y * c + x * s"))
-        )
+        header, body = ops.NORM_ROPE.header_and_body
+        wrong_body = body.replace("y * c + x * s", "1.05f * y * c + x * s")
+        assert wrong_body != body
+        monkeypatch.setattr(ops.NORM_ROPE, "header_and_body", (header, wrong_body))
         monkeypatch.setattr(ops.NORM_ROPE, "_compiled", {})
-    gwen.check_kernels(model)
-    said = capsys.readouterr().err
-    assert not said if right else "the kernel norm_rope is off" in said and said.count("\n") == 1
+    gwen.check_mlx_and_kernels(model)
+    printed = capsys.readouterr().err
+    if right:
+        assert not printed
+    else:
+        assert re.search(r"\bnorm_rope\b", printed) and printed.count("\n") == 1, printed

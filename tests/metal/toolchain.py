@@ -70,7 +70,7 @@ def clang_version(command: list[str]) -> int:
     return int(match[1]) if match else 0
 
 
-def cache_directory() -> Path:
+def ensure_cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gwen" / "metal"
 
 
@@ -87,7 +87,7 @@ def cached(inputs: list[str], suffix: str) -> Path:
     key = hashlib.sha256(
         repr([inputs, headers, require().version, platform.machine()]).encode()
     ).hexdigest()[:24]
-    return cache_directory() / f"{key}{suffix}"
+    return ensure_cache_directory() / f"{key}{suffix}"
 
 
 def run(command: list[str], source: str) -> subprocess.CompletedProcess[str]:

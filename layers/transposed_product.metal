@@ -1,6 +1,6 @@
 // Each threadgroup of 8 simdgroups computes 32 columns of `wide`, 16 columns of `thin` and ROWS rows. A simdgroup reads
 // every 8th row, and a lane holds the 16 sums of its column.
-kernel void tall_product() {
+kernel void transposed_product() {
     threadgroup float parts[8 * 32];
     uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
     uint part = threadgroup_position_in_grid.y;

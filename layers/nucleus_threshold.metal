@@ -11,7 +11,7 @@ inline float from_order(uint place) {
 // The other 8 passes find, four bits at a time, the least float above which there is less mass than top_p asks for;
 // this float is a logit. Of the logits that begin with the digits found so far, a pass adds up the mass for each of the
 // 16 possible next digits.
-kernel void nucleus() {
+kernel void nucleus_threshold() {
     threadgroup float parts[16 * 16];
     uint row = threadgroup_position_in_grid.x, thread_index = thread_index_in_threadgroup;
     uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;

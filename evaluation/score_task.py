@@ -1,17 +1,18 @@
 """
-The evaluation of held-out problems. Runs and the command `evaluate.py` use the same functions.
+Evaluates a model on the held-out problems of a task, both during a run and for `evaluate.py`.
 
 The model answers each held-out problem with K completions at temperature 1, sampled with a fixed
-seed, and with one greedy completion. If a task has right answers, its evaluation reports the
-accuracy by the task's verifier, on which training rewards have no influence. Other tasks report the
-weighted sum of their rewards. If a judge gives such a reward, a witness scores the answers too. The
-witness is a judge with a second rubric, which training never uses.
+seed, and with one greedy completion. If the task has right answers, the evaluation reports the
+accuracy according to the task's verifier, which training rewards cannot influence. The evaluation
+of any other task reports the weighted sum of the task's rewards. If a judge gives one of these
+rewards, the answers can also be scored by a witness, which is a judge with a second rubric that
+training never uses.
 
-This file does not cover training problems, the single measurements (evaluation/measures.py) and
-the choice of the model that answers (evaluation/policy.py).
+This file does not cover training problems, the individual measurements (evaluation/measures.py), or
+how the model that answers is loaded (evaluation/policy.py).
 
-Axes: P problems, K samples of each, N = P * K completions, problem-major; T completion positions,
-J criteria.
+Axes: P problems, K samples of each, N = P * K completions in the order of their problems, T
+completion positions, J criteria.
 """
 
 import math
@@ -29,40 +30,40 @@ from config import Config
 from disk import run_files, statistics
 from evaluation.measures import (
     compute_figures,
-    grade,
-    logged_rewards,
-    mean_by_problem,
-    mean_entropy,
-    measure_divergence,
-    measure_form,
+    mean_kl_to_reference,
+    mean_over_samples,
+    mean_token_entropy,
+    measure_length_refusal_and_repetition,
+    reward_and_grade,
     round_for_json,
-    split_by_category,
+    split_figures_by_category,
+    stack_logged_rewards,
 )
-from judging.rubrics import Grader
+from forecast.row_memory import ROOM, choose_rollout_rows, rollout_bytes
+from judging.grader import Grader
 from machine import memory, world
 from prompts import chat_template
-from prompts.chats import Row
-from prompts.examples import Example, spread_evenly
-from rewards.rewards import Logged, reward_argument_names, reward_columns
+from prompts.chats import TrainingRow
+from prompts.examples import Example, pick_evenly_spaced
+from rewards.rewards import LoggedValues, reward_argument_names, select_argument_names
 from step.batch import make_batches
 from step.generation import generate_completions
 from step.loss import StepLoss
-from step.rows import ROOM, choose_rollout_rows, rollout_bytes
 from step.sample import Sample, new_samples, sample_from_conversation
 from step.scoring import judge_samples
 from tools.episodes import Toolbox
 
-KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
+KEY = 1 << 96  # the key of the random numbers in evaluations; training uses smaller keys
 
 
 class EvalParams(NamedTuple):
-    """How to answer held-out problems."""
+    """Parameters for how a model answers held-out problems."""
 
     max_tokens: int
-    # rows decoded at once; None: as many as fit into memory
+    # the number of sequences decoded at once; None: as many as fit into memory
     batch_size: memory.BatchSize | None = None
-    samples: int = 1  # completions per problem
-    limit: int | None = None  # the most problems, which are evenly spread
+    samples: int = 1  # the number of completions sampled per problem
+    limit: int | None = None  # answer at most this many problems, evenly spread
     thinking: bool = False
     temperature: float = 1.0
     seed: int = 0
@@ -71,7 +72,7 @@ class EvalParams(NamedTuple):
 
     @classmethod
     def from_config(cls, config: Config, **changes: Any) -> "EvalParams":
-        """The parameters that a run with these settings uses, with `changes`."""
+        """Returns the parameters of a run with these settings, with the `changes` applied."""
         params = cls(
             config.sampling.max_tokens,
             thinking=config.sampling.thinking,
@@ -80,7 +81,7 @@ class EvalParams(NamedTuple):
         )
         return params._replace(**changes)
 
-    def render_prompts(
+    def encode_prompts(
         self,
         tokenizer: Any,
         context: int,
@@ -88,9 +89,12 @@ class EvalParams(NamedTuple):
         kind: str = "held-out prompt",
     ) -> list[list[int]]:
         """
-        The token ids of every prompt.
+        Returns the token ids of the prompt of each example.
 
         Raises ValueError if a prompt leaves no room for its completion in the model's context.
+
+        context: the most tokens that the model can process. kind: the term for a prompt in error
+        messages.
         """
         if self.toolbox:
             return [self.toolbox.encode_prompt(example) for example in examples]
@@ -104,19 +108,21 @@ class EvalParams(NamedTuple):
         )
 
 
-# a function that returns K samples and one greedy sample of each problem, as `answer_both` does
+# A function such as `answer_sampled_and_greedy`, which returns K samples of each problem and one
+# greedy sample of each problem.
 AnswerFunction = Callable[[list[Example], EvalParams], tuple[list[Sample], list[Sample]]]
 
 
 class GradedAnswers(NamedTuple):
-    """The answers of an evaluation, with their rewards and scores."""
+    """The answers in an evaluation, with their rewards, grades and scores."""
 
     sampled: list[Sample]  # N
-    values: np.ndarray  # (N,) the reported value of each sample
-    logged: Logged  # what the reward functions logged about the samples
+    values: np.ndarray  # (N,) the verifier's grade of each sample, or else its weighted reward
+    logged: LoggedValues  # the values that the reward functions logged
     greedy: list[Sample]  # P
     greedy_values: np.ndarray  # (P,)
-    # rewards, measurements of form, and scores, by name; (N,) each
+
+    # the rewards, lengths and other measurements of the samples, by name; (N,) each
     columns: dict[str, np.ndarray]
     scores: dict[str, np.ndarray]  # keys "judge" and "witness"; (N, J) each
 
@@ -134,42 +140,43 @@ def evaluate_task(
     reference: gwen.Model | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
-    The record for `eval.jsonl`, without `step`, and one record per held-out problem.
+    Returns an evaluation's record for `eval.jsonl`, without the step, and a record per problem.
 
-    Figures are means over problems. A problem's figure is the mean over its completions.
+    Each figure is a mean over problems, and the figure of a problem is the mean over its samples.
 
-    answer: the function that answers, `answer_both` with a model or the method of a served policy.
+    answer: a function that samples the answers of a model on this machine or on a server.
     grader: the judge whose score is the reward "rubric". witness: a judge that training never uses.
-    reference: the model before training, or a model that `lora.with_initial_weights` turns into it;
-    None if there is neither.
+    reference: the model before training, or a model that `lora.with_initial_weights` turns into
+    that model; without a reference, the record has no KL divergence.
 
-    Raises ValueError before decoding if there are no problems, if a prompt is too long, or if a
-    reward reads a missing column.
+    Raises ValueError, before any answer is sampled, if there are no problems, if a prompt is too
+    long, or if a reward reads a column that the problems lack.
     """
     begin = time.perf_counter()
-    numbers = spread_evenly(list(range(len(task.held_out))), params.limit)
+    numbers = pick_evenly_spaced(list(range(len(task.held_out))), params.limit)
     problems = [task.held_out[number] for number in numbers]
     if not problems:
         raise ValueError(
-            "no prompt is held out, so there is nothing to evaluate; give --data HELD_OUT.jsonl"
+            "no problem is held out, so there is nothing to evaluate; supply held-out problems "
+            "with --data HELD_OUT.jsonl"
         )
     for name, reward in task.rewards.items():
         arguments = reward_argument_names(problems, bool(task.environments))
-        reward_columns(name, reward, arguments)
+        select_argument_names(name, reward, arguments)
 
     sampled, greedy = answer(problems, params)
     answers = grade_answers(task, sampled, greedy, grader, witness)
-    figures = collect_figures(task, answers, params.samples)
+    figures = collect_figures_by_name(task, answers, params.samples)
     record: dict[str, Any] = {}
     for name, column in figures.items():
         record[f"eval/{name}"] = statistics.mean(column)
-        record[f"eval/{name}_ci95"] = statistics.half_width(column)
+        record[f"eval/{name}_ci95"] = statistics.confidence_half_width(column)
 
     record["eval/kl"] = None
     if reference is not None:
         temperature = params.temperature or 1.0
-        record["eval/kl"] = measure_divergence(reference, answers.sampled, temperature)
-    record["eval/entropy"] = mean_entropy(answers.sampled)
+        record["eval/kl"] = mean_kl_to_reference(reference, answers.sampled, temperature)
+    record["eval/entropy"] = mean_token_entropy(answers.sampled)
     for name, values in answers.logged.metrics.items():
         record[f"eval/metric/{name}"] = float(np.mean(values))
     record["eval/unparsed_frac"] = None
@@ -180,8 +187,10 @@ def evaluate_task(
     record["eval/samples"] = params.samples
     record["eval/s"] = time.perf_counter() - begin
 
-    details = describe_problems(numbers, answers, params.samples, has_verifier=bool(task.verifier))
-    return run_files.without_infinities(record), details
+    details = make_problem_records(
+        numbers, answers, params.samples, has_verifier=bool(task.verifier)
+    )
+    return run_files.replace_infinities(record), details
 
 
 def grade_answers(
@@ -191,18 +200,18 @@ def grade_answers(
     grader: Grader | None,
     witness: Grader | None,
 ) -> GradedAnswers:
-    """Calls the rewards, the verifier and the judges, and measures the form of the answers."""
-    sampled, values, logged = grade(task, grader, sampled)
-    if task.verifier:  # it needs no rewards
-        _, greedy_values, _ = grade(task._replace(rewards={}), None, greedy)
+    """Rewards, verifies and judges the answers, and measures their lengths and repetition."""
+    sampled, values, logged = reward_and_grade(task, grader, sampled)
+    if task.verifier:  # skip the rewards, because the verifier alone gives the values
+        _, greedy_values, _ = reward_and_grade(task._replace(rewards={}), None, greedy)
     else:
-        _, greedy_values, _ = grade(task, grader, greedy)
+        _, greedy_values, _ = reward_and_grade(task, grader, greedy)
 
     columns: dict[str, np.ndarray] = {}
     for name in sampled[0].reward_components:
         components = [sample.reward_components[name] for sample in sampled]
         columns[f"reward/{name}"] = np.array(components)
-    columns |= measure_form(sampled)
+    columns |= measure_length_refusal_and_repetition(sampled)
 
     scores: dict[str, np.ndarray] = {}
     if grader is not None:
@@ -218,24 +227,32 @@ def grade_answers(
     return GradedAnswers(sampled, values, logged, greedy, greedy_values, columns, scores)
 
 
-def collect_figures(
+def collect_figures_by_name(
     task: tasks.Task, answers: GradedAnswers, num_samples: int
 ) -> dict[str, np.ndarray]:
-    """Every figure of an evaluation by name. Each is (P,), or shorter for a category."""
+    """
+    Returns all figures of an evaluation by name, with one value per problem, (P,).
+
+    The figures of a category have values only for the problems in the category.
+    """
     figures = compute_figures(task, answers.sampled, answers.values, num_samples)
     figures["greedy"] = answers.greedy_values
-    figures["witness"] = np.full(1, np.nan)  # replaced below if a witness scored
+    figures["witness"] = np.full(1, np.nan)  # replaced below if a witness gave scores
     for name, column in answers.columns.items():
-        figures[name] = mean_by_problem(column, num_samples)
+        figures[name] = mean_over_samples(column, num_samples)
     categories = [sample.example.get("category") for sample in answers.sampled[::num_samples]]
-    return figures | split_by_category(figures, categories)
+    return figures | split_figures_by_category(figures, categories)
 
 
-def describe_problems(
+def make_problem_records(
     numbers: list[int], answers: GradedAnswers, num_samples: int, *, has_verifier: bool
 ) -> list[dict[str, Any]]:
-    """A record of each problem, its answers and their values. numbers: the problems' numbers."""
-    rewards = logged_rewards(answers.sampled)
+    """
+    Returns a record of each problem, with its answers and their values.
+
+    numbers: the number of each problem in the whole held-out data.
+    """
+    rewards = stack_logged_rewards(answers.sampled)
     details = []
     for place, number in enumerate(numbers):
         rows = slice(place * num_samples, (place + 1) * num_samples)
@@ -267,27 +284,29 @@ def describe_problems(
     return details
 
 
-def answer_both(
+def answer_sampled_and_greedy(
     model: gwen.Model, tokenizer: Any, problems: list[Example], params: EvalParams
 ) -> tuple[list[Sample], list[Sample]]:
-    """K samples of each problem with their entropies, and one greedy sample of each problem."""
-    prompts = params.render_prompts(tokenizer, model.config.max_position_embeddings, problems)
+    """Returns K samples of each problem, with entropies, and one greedy sample of each problem."""
+    prompts = params.encode_prompts(tokenizer, model.config.max_position_embeddings, problems)
     lengths = [len(prompt) for prompt in prompts]
 
-    def fits(rows: int) -> bool:
+    def rows_fit_in_memory(num_rows: int) -> bool:
         num_bytes = rollout_bytes(
             model.config,
             model.head_weight.dtype,
             lengths,
             params.samples,
             params.max_tokens,
-            rows,
+            num_rows,
         )
-        return sum(num_bytes) <= ROOM * (memory.memory_size() - mx.get_active_memory())
+        return sum(num_bytes) <= ROOM * (memory.usable_memory_bytes() - mx.get_active_memory())
 
     batch_size = params.batch_size
     if batch_size is None:
-        batch_size = memory.BatchSize(choose_rollout_rows(fits, len(prompts) * params.samples))
+        batch_size = memory.BatchSize(
+            choose_rollout_rows(rows_fit_in_memory, len(prompts) * params.samples)
+        )
     sampling = sampler.SamplingParams(
         params.max_tokens,
         params.temperature,
@@ -296,36 +315,39 @@ def answer_both(
         entropy=True,
     )
 
-    def generate(num_samples: int, sampling: sampler.SamplingParams) -> list[Sample]:
+    def generate_samples(num_samples: int, sampling: sampler.SamplingParams) -> list[Sample]:
         samples, _ = generate_completions(
             model,
             tokenizer,
             new_samples(problems, prompts, num_samples),
             sampling,
             key=KEY + params.seed,
-            # both calls share this object, so the second call keeps a size that memory reduced
+            # both calls share this object, so a size reduced to save memory stays reduced
             batch_size=batch_size,
             toolbox=params.toolbox,
             seed="held out",
         )
         return samples
 
-    sampled = generate(params.samples, sampling)
-    greedy = generate(1, sampling._replace(temperature=0.0, entropy=False))
+    sampled = generate_samples(params.samples, sampling)
+    greedy = generate_samples(1, sampling._replace(temperature=0.0, entropy=False))
     return sampled, greedy
 
 
 # ---- the evaluation of given replies
 
 
-def evaluate_replies(
-    model: gwen.Model, step_loss: StepLoss, conversations: list[list[Row]], token_budget: int
+def evaluate_loss_on_replies(
+    model: gwen.Model,
+    step_loss: StepLoss,
+    conversations: list[list[TrainingRow]],
+    token_budget: int,
 ) -> dict[str, Any]:
     """
-    The record for `eval.jsonl`, without `step`, of an evaluation on held-out replies.
+    Evaluates the loss on held-out replies, and returns the record for `eval.jsonl` except `step`.
 
-    Its figures are the loss in nats per token and the perplexity. conversations: for each
-    conversation its rows.
+    The figures are the loss, in nats per token, and the perplexity. conversations: for each
+    conversation, the rows of tokens into which it is divided.
     """
     begin = time.perf_counter()
     samples = []
@@ -336,7 +358,7 @@ def evaluate_replies(
     sums = np.zeros((3, num))  # negative log-probabilities, entropies, tokens
     for batch in make_batches(samples, token_budget):
         if batch.is_local:
-            logprobs, entropy = step_loss.logprobs(model, batch)
+            logprobs, entropy = step_loss.logprobs_and_entropies(model, batch)
             stacked = mx.stack([-logprobs * batch.mask, entropy * batch.mask, batch.mask])
             row_sums = np.array(stacked, np.float64).sum(-1)
             for place, row in enumerate(batch.rows):
@@ -345,22 +367,22 @@ def evaluate_replies(
     losses, entropies, tokens = sum(world.all_gather(sums))
     num_tokens = tokens.sum()
     loss = losses.sum() / num_tokens
-    # half of the 95% interval of the loss, a ratio of two sums over conversations
-    half_width = None
+    # half the width of the 95% interval of the loss, which is a ratio of sums over conversations
+    confidence_half_width = None
     if num > 1:
         squares = ((losses - loss * tokens) ** 2).sum()
-        half_width = 1.96 * math.sqrt(squares * num / (num - 1)) / num_tokens
+        confidence_half_width = 1.96 * math.sqrt(squares * num / (num - 1)) / num_tokens
     loss_by_conversation = None
     if math.isfinite(loss):
         loss_by_conversation = np.stack([losses.round(4), tokens], 1).tolist()
     record = {
         "eval/loss": float(loss),
-        "eval/loss_ci95": half_width,
-        "eval/perplexity": math.exp(min(loss, 700.0)),  # a loss above 700 would overflow the float
+        "eval/loss_ci95": confidence_half_width,
+        "eval/perplexity": math.exp(min(loss, 700.0)),  # a larger exponent would overflow
         "eval/entropy": float(entropies.sum() / num_tokens),
         "eval/tokens": float(num_tokens / num),
         "eval/losses": loss_by_conversation,
         "eval/num": num,
         "eval/s": time.perf_counter() - begin,
     }
-    return run_files.without_infinities(record)
+    return run_files.replace_infinities(record)

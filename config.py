@@ -60,6 +60,12 @@ class ModelSettings:
         "projections that get adapters; `all-linear` and the names q_proj k_proj v_proj also work",
         metavar="NAME",
     )
+    lora_layers: int | None = setting(
+        None,
+        "number of upper layers that get adapters; the backward pass ends at the lowest of them; "
+        "auto: all layers",
+        low=1,
+    )
     init_adapter: str = setting(
         "", "adapter to start from: the directory of a run, or an mlx_lm or PEFT adapter", file=True
     )
@@ -242,6 +248,13 @@ class ObjectiveSettings:
         0.0,
         "weight in the loss of the KL divergence from the model before training",
         low=0,
+        first=True,
+    )
+    train_completions: int | None = setting(
+        None,
+        "completions per prompt that the update trains: those whose rewards have the largest "
+        "variance; auto: all of them",
+        low=2,
         first=True,
     )
     truncated: Literal["keep", "mask", "punish"] = setting(

@@ -287,6 +287,8 @@ def explain_missing_run(folder: str | Path) -> str:
             "this directory contains a run for each seed; give the directory of one run, such as "
             "seed-0, or repeat the command with --seeds to continue all runs"
         )
+    if not Path(folder).is_dir():
+        return "there is no such directory; give the directory of a run"
     return "this directory contains no config.yaml; give the directory of a run"
 
 

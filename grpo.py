@@ -105,7 +105,8 @@ def group_advantages(
     """
     The advantage of each completion over a baseline, (B, G) float64 -> (B, G) float32.
 
-    A group with fewer than G completions is filled up with nan rewards, whose advantages are 0.
+    A group with fewer than G completions, or without any, is filled up with nan rewards, whose
+    advantages are 0.
 
     baseline: the completions whose mean reward is the baseline. "group" means all completions in
     the same group, "rloo" means the other completions in the same group, and "reinforce" means all
@@ -138,18 +139,22 @@ def group_advantages(
     assert not (compares_step and scale in ("group", "mean")), f"scale {scale} needs groups"
 
     is_present = ~np.isnan(rewards)  # (B, G)
-    group_sizes = is_present.sum(axis=1, keepdims=True)  # (B, 1)
-    step_deviation = (rewards[is_present] - rewards[0, 0]).std(ddof=1)
+    group_sizes = np.maximum(is_present.sum(axis=1, keepdims=True), 1)  # (B, 1)
+    present = rewards[is_present]
+    step_deviation = (present - present[0]).std(ddof=1)
 
     # each row has the rewards that are compared with each other
     shape = (1, -1) if compares_step else rewards.shape
     compared = rewards.reshape(shape)
     is_compared = is_present.reshape(shape)
 
-    offsets = np.where(is_compared, compared - compared[:, :1], 0.0)
+    first_place = is_compared.argmax(axis=1)[:, None]
+    first_reward = np.take_along_axis(compared, first_place, axis=1)
+    offsets = np.where(is_compared, compared - first_reward, 0.0)
     least_range = signal_floor * (step_deviation + SMALLEST_DEVIATION)
     is_noise = np.ptp(offsets, axis=1, keepdims=True) <= least_range
-    mean = offsets.sum(axis=1, keepdims=True) / is_compared.sum(axis=1, keepdims=True)
+    num_compared = np.maximum(is_compared.sum(axis=1, keepdims=True), 1)
+    mean = offsets.sum(axis=1, keepdims=True) / num_compared
     centered = np.where(is_noise | ~is_compared, 0.0, offsets - mean)
     advantages = centered.reshape(rewards.shape)
 
@@ -160,7 +165,7 @@ def group_advantages(
     elif scale == "batch":
         advantages = advantages / (step_deviation + SMALLEST_DEVIATION)
     elif scale == "mean":
-        filled = np.where(is_present, rewards, rewards[:, :1])
+        filled = np.where(is_present, rewards, np.nan_to_num(first_reward))
         group_range = np.ptp(filled, axis=1, keepdims=True)
         total = np.where(is_present, rewards, 0.0).sum(axis=1, keepdims=True)
         # without the 1e-12, a group whose rewards are all 0 would compute 0 / 0
@@ -251,6 +256,43 @@ def gdpo_decoupled_advantages(
     num_completions = (~np.isnan(rewards[0])).sum()
     deviation = np.sqrt((total**2).sum() / (num_completions - 1))
     return (total / (deviation + SMALLEST_DEVIATION)).astype(np.float32)
+
+
+# ---- the choice of completions to train
+
+
+def choose_rewards_of_largest_variance(rewards: np.ndarray, num_chosen: int) -> list[int]:
+    """
+    The ascending indices of the `num_chosen` rewards that together have the largest variance.
+
+    rewards: (G,) float64. If G is at most `num_chosen`, all rewards are chosen.
+
+    The subset with the largest variance consists of the k lowest and the `num_chosen` - k highest
+    rewards for some k, so the function tries each k. Among equal rewards, it chooses the first
+    ones. Among subsets whose variances differ by less than a relative 1e-9, it chooses the one with
+    the most high rewards.
+
+    Source: PODS, arXiv:2504.13818, algorithm 2.
+    """
+    indices = list(range(len(rewards)))
+    if len(rewards) <= num_chosen:
+        return indices
+    # Without these offsets from one reward, a large common offset would drown the differences in
+    # rounding errors.
+    offsets = rewards - rewards[0]
+    ascending = sorted(indices, key=lambda index: (offsets[index], index))
+    descending = sorted(indices, key=lambda index: (-offsets[index], index))
+
+    chosen: list[int] = []
+    largest_variance = -1.0
+    for num_low in range(num_chosen + 1):
+        low = ascending[:num_low]
+        high = [index for index in descending if index not in low][: num_chosen - num_low]
+        variance = float(np.var(offsets[low + high]))
+        if variance > largest_variance * (1 + 1e-9):
+            largest_variance = variance
+            chosen = sorted(low + high)
+    return chosen
 
 
 # ---- the terms of the loss of a token

@@ -337,6 +337,7 @@ class Model(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._rope = ops.Rope(config.rotary_dim, config.rope_theta, config.rope_scaling)
+        self.first_trained_layer = 0  # the layers below this index are frozen
 
     @property
     def head_weight(self) -> mx.array:
@@ -350,8 +351,8 @@ class Model(nn.Module):
         The normalized final hidden states, (N, L) int32 -> (N, L, C).
 
         If there is no cache, padding must be on the right.
-        checkpoint_layers: the number of layers, counted from the first layer, whose activations are
-        not kept in memory, but computed again in the backward pass.
+        checkpoint_layers: the number of layers, counted from the first trained layer, whose
+        activations are not kept in memory, but computed again in the backward pass.
         """
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
@@ -367,7 +368,7 @@ class Model(nn.Module):
         for index, layer in enumerate(self.layers):
             state = None if cache is None else cache.layers[index]
             context = LayerContext(rotation, layout, state)
-            if index < checkpoint_layers:
+            if 0 <= index - self.first_trained_layer < checkpoint_layers:
                 x, delta = run_layer_with_gradient_checkpoint(layer, x, delta, context)
             else:
                 x, delta = layer(x, delta, context)
@@ -464,7 +465,7 @@ def make_decode_step(model: Model) -> DecodeStep:
         x = model.embed_tokens(tokens)
         attended: list[mx.array] = []
         for segment, layer in zip(segments, boundaries[1:], strict=True):
-            states = [cache.layers[index].newest for index in segment.linear_layers]
+            states = [cache.layers[index].current_state for index in segment.linear_layers]
             result, new_states = segment.run(x, attended, rotation_arrays, states)
             for index, state in zip(segment.linear_layers, new_states, strict=True):
                 cache.layers[index].update(*state)

@@ -91,9 +91,9 @@ class LoRALinear(nn.Module):
         The output of the layer and its adapter, (M, C) -> (M, O), in the 16-bit type of x.
 
         The output has a gradient for x, A and B, but none for the frozen layer. Products are
-        rounded to 16 bits. Sums and the gradients of A and B are float32. Only x and x A stay in
-        memory for the backward pass. Automatic differentiation would also keep float32 copies of x,
-        x A and the gradient of y.
+        rounded to 16 bits. The gradients of A and B are float32, and so are all sums. Only x and
+        x A stay in memory for the backward pass. Automatic differentiation would also keep float32
+        copies of x, x A and the gradient of y.
         """
         low_a, low_b = self.cached_a_and_scaled_b(x.dtype)
 
@@ -138,27 +138,48 @@ def adapted_layers(model: gwen.Model) -> Iterator[tuple[str, LoRALinear]]:
 
 
 def apply(
-    model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = TARGETS, seed: int = 0
+    model: gwen.Model,
+    rank: int,
+    scale: float,
+    targets: Sequence[str] = TARGETS,
+    seed: int = 0,
+    num_layers: int | None = None,
 ) -> None:
     """
     Freezes the model, and adds a new adapter to each target projection, in place.
 
-    Raises ValueError if the model has none of the target projections.
+    num_layers: the number of upper layers that get adapters; None means all layers. The backward
+    pass ends at the lowest adapter, so the layers below it keep no activations.
+
+    Raises ValueError if these layers have none of the target projections, or if the model has fewer
+    layers.
     """
+    if num_layers is not None and num_layers > len(model.layers):
+        raise ValueError(
+            f"--lora-layers is {num_layers}, but the model has {len(model.layers)} layers; "
+            "set it to at most that number"
+        )
+    first_layer = 0 if num_layers is None else len(model.layers) - num_layers
     model.freeze()
     linears = {}
     available = []
     for name, module in model.named_modules():
         projection = name.split(".")[-1]
-        if isinstance(module, nn.Linear) and projection in TARGETS and projection not in available:
+        if not isinstance(module, nn.Linear) or projection not in TARGETS:
+            continue
+        if layer_index(name) < first_layer:
+            continue
+        if projection not in available:
             available.append(projection)
-        if isinstance(module, nn.Linear) and projection in targets:
+        if projection in targets:
             linears[name] = module
     if not linears:
+        layers = "" if num_layers is None else f" in the upper {num_layers} layers"
         raise ValueError(
             f"--lora-targets {' '.join(targets)}: models of the kind {model.config.family.members} "
-            f"have none of these projections; use some of {', '.join(available)}"
+            f"have none of these projections{layers}; use some of {', '.join(available)}"
         )
+    model.first_trained_layer = min(map(layer_index, linears))
 
     keys = mx.random.split(mx.random.key(seed), len(linears))
     adapted = []
@@ -169,6 +190,11 @@ def apply(
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
     if gpu.can_run_metal_kernels() and kernels.are_kernels_wanted():
         check_kernels_for_rank(model, rank)
+
+
+def layer_index(name: str) -> int:
+    """The index of the layer in the name of a weight or module, such as 3 in "layers.3.mlp"."""
+    return int(name.split(".")[1])
 
 
 def check_kernels_for_rank(model: gwen.Model, rank: int) -> None:
@@ -336,6 +362,12 @@ def initialize_adapters(model: gwen.Model, scale: float, pairs: FusedMatrices) -
     or lack a projection.
     """
     adapted = dict(adapted_layers(model))
+    lowest = min(map(layer_index, pairs))
+    if lowest < model.first_trained_layer:
+        raise ValueError(
+            f"--init-adapter has adapters on the upper {len(model.layers) - lowest} layers; "
+            "set --lora-layers to at least that number"
+        )
     missing = sorted({name.rpartition(".")[2] for name in pairs.keys() - adapted.keys()})
     if missing:
         raise ValueError(
@@ -392,7 +424,8 @@ def mlx_lm_adapter_config(
     config: dict[str, Any] = {
         "model": base_name,
         "fine_tune_type": "full",
-        "num_layers": len(model.layers),
+        # mlx_lm puts adapters on this number of upper layers
+        "num_layers": len(model.layers) - model.first_trained_layer,
     }
     layers = [layer for _, layer in adapted_layers(model)]
     if not layers:

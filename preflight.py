@@ -29,7 +29,7 @@ from forecast.memory_estimate import (
     find_rubric_path,
     format_memory_line,
 )
-from forecast.time_estimate import format_time_line, list_fitting_model_lines
+from forecast.time_estimate import format_phases_line, format_time_line, list_fitting_model_lines
 from forecast.trial import audit_reward_functions, try_first_steps
 from machine import alive
 from machine.output import guard_output
@@ -155,6 +155,7 @@ def estimate_lines(config: Config, prompt_tokens: int) -> Iterator[str]:
     sizes = choose_sizes(run_demand)
     yield format_memory_line(run_demand, sizes)
     yield format_time_line(step_demand, sizes)
+    yield format_phases_line(step_demand)
     misfit = explain_memory_misfit(run_demand, sizes)
     if misfit:
         yield CHANGE + misfit

@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
         type=Path,
         metavar="FILE",
         help="write the page to this file "
-        "(default: report.html in RUN, or NAME-against-OTHER.html beside the first run)",
+        "(default: report.html in RUN; with two runs, NAME-against-OTHER.html beside the first)",
     )
     parser.add_argument(
         "--compare",

@@ -164,6 +164,7 @@ class Run:
             settings.lora_scale,
             settings.lora_targets,
             self.config.sampling.seed,
+            settings.lora_layers,
         )
         if initial is not None:
             scale, matrices = initial

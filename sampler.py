@@ -623,8 +623,8 @@ def sample_with_retries(
         if min(size.rows, len(rows)) == 1:
             length = max(map(len, batch)) + state.limits.max()
             raise ValueError(
-                f"memory does not suffice for one row of {length} tokens; "
-                "free some, or start again with a lower --max-tokens"
+                f"there is not enough memory for one row of {length} tokens; "
+                "free some memory, or start again with a lower --max-tokens"
             )
         size.halve(len(rows))
         line = f"sampling: out of memory, going on with {size.rows} rows at once"

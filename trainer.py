@@ -24,7 +24,7 @@ import sampler
 from config import SETTINGS, Config
 from disk import checkpoint, model_choice, places, run_files
 from flags import describe_os_error, flag_of, parse_setting
-from forecast import trial
+from forecast import time_estimate, trial
 from machine import link, memory, world
 from machine.output import guard_output
 from prompts import chat_template, data
@@ -184,6 +184,7 @@ def open_run(spec: RunSpec) -> GrpoRun | SftRun:
     num_trainable = sum(array.size for array in run.learner.trainable.values())
     print_line(f"run: {run.dir}, {num_trainable:,} trainable parameters")
     print_line(run.memory_line)
+    print_line(time_estimate.format_phases_line(run.demand))
     print_line(name_console_columns(run.config))
     return run
 

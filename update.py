@@ -261,21 +261,21 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
 
     num_forwards = sum(world.all_gather(learner.num_forwards))
     learner.num_forwards = 0
-    num_loss_tokens = round(batches[0].num_loss_tokens * num_mini_batches)
+    num_counted_tokens = round(batches[0].num_counted_tokens * num_mini_batches)
     grad_norms = [stats["grad_norm"] for stats in step_stats if "grad_norm" in stats]
     for name in means.keys() & step_stats[0].keys():
         values = [stats[name] for stats in step_stats]
         if name.endswith("_max"):
             means[name] = max(values)
         else:
-            means[name] = sum(values) / (num_iterations * num_loss_tokens)
+            means[name] = sum(values) / (num_iterations * num_counted_tokens)
     return UpdateResult(
         lr,
         lr_scale,
         learner.num_skipped,
         learner.loss_scale.value,
         means=means,
-        num_loss_tokens=num_loss_tokens,
+        num_counted_tokens=num_counted_tokens,
         num_with_gradient=num_with_gradient,
         loss=sum(stats["loss"] for stats in step_stats) / (num_mini_batches * num_iterations),
         grad_norm=sum(grad_norms) / len(grad_norms) if grad_norms else None,
@@ -324,6 +324,9 @@ def compute_gradient(learner: Learner, batches: list[Batch]) -> GradientResult:
     grads: dict[str, Any] = dict.fromkeys(names)
     batch_losses: list[BatchLoss] = []
     for batch in count_forwards_with_progress_bar(learner, batches, "update"):
+        if not batch.is_trained:
+            batch_losses.append(compute_batch_loss(learner, batch))
+            continue
         batch_loss, tree = scaled_loss_and_gradient(learner, batch)
         batch_grads = dict(tree_flatten(tree))
         del tree  # otherwise all gradients would stay in memory until the last one is computed
@@ -336,7 +339,7 @@ def compute_gradient(learner: Learner, batches: list[Batch]) -> GradientResult:
         logprobs = mx.stop_gradient(batch_loss.logprobs)
         batch_losses.append(batch_loss._replace(logprobs=logprobs))
 
-    if not batches:
+    if not any(batch.is_trained for batch in batches):
         grads = {name: mx.zeros(learner.trainable[name].shape) for name in grads}
     sums = world.all_sum(list(grads.values()))
     grads = dict(zip(grads, sums, strict=True))
@@ -347,14 +350,18 @@ def compute_gradient(learner: Learner, batches: list[Batch]) -> GradientResult:
 
 def compute_logprobs_and_stats(learner: Learner, batches: list[Batch]) -> LogprobsAndStats:
     """The same log-probabilities and statistics as `compute_gradient`, without a gradient."""
-    batch_losses = []
-    with gpu.without_gradients():
-        for batch in count_forwards_with_progress_bar(learner, batches, "update"):
-            batch_loss = learner.loss.compute_batch_loss(learner.model, batch)
-            mx.eval(batch_loss)  # wait
-            batch_losses.append(batch_loss)
+    counted_batches = count_forwards_with_progress_bar(learner, batches, "update")
+    batch_losses = [compute_batch_loss(learner, batch) for batch in counted_batches]
     logprobs_by_batch = [batch_loss.logprobs for batch_loss in batch_losses]
     return LogprobsAndStats(logprobs_by_batch, aggregate_stats_over_ranks(batch_losses))
+
+
+@gpu.without_gradients()
+def compute_batch_loss(learner: Learner, batch: Batch) -> BatchLoss:
+    """The batch's part of the step's loss, and its statistics, without a gradient."""
+    batch_loss = learner.loss.compute_batch_loss(learner.model, batch)
+    mx.eval(batch_loss)  # wait: the next batch may use this one's memory
+    return batch_loss
 
 
 def aggregate_stats_over_ranks(batch_losses: list[BatchLoss]) -> dict[str, float]:

@@ -1,10 +1,10 @@
 """
-Reads a GGUF file, which holds a model for llama.cpp, like a Hugging Face model directory.
+Reads a GGUF file, which holds a model for llama.cpp, as if it were a Hugging Face model directory.
 
-The package gguf parses the file, and `open_gguf_file` adds checks of the bounds. The configuration
-and the tokenizer are written once to Gwen's cache, with a link to the file. Weights of all types
-that the package supports are read from the file and dequantized. Rotary scaling is not supported.
-The tokenizer must be byte-level BPE with a split rule in `SPLITS`.
+The package gguf parses the file, and `open_gguf_file` also checks that all values are inside the
+file. The configuration and the tokenizer are written once to Gwen's cache, with a link to the file.
+Weights of all types that the package supports are read from the file and dequantized. Rotary
+scaling is not supported. The tokenizer must be byte-level BPE with a split rule in `SPLITS`.
 
 Axes: H heads, D head dim, C input width.
 """
@@ -69,8 +69,8 @@ QWEN_SPLIT = (
 )
 SPLITS = ("smollm", "qwen2", "llama-bpe")  # supported values of tokenizer.ggml.pre
 
-# The maximum number of values in a header. Each takes 200 bytes of memory. A vocabulary of 150,000
-# tokens with its merges needs half of this number.
+# The maximum number of values in a header. Each value takes 200 bytes of memory. A vocabulary of
+# 150,000 tokens with its merges needs half of this number.
 MAX_PARTS = 2**21
 PIECE = 2**24  # the number of bytes of a tensor that are dequantized at once
 WIDE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}  # types of 16 bits or more
@@ -186,7 +186,7 @@ def open_gguf_file(path: Path) -> Any:
             Read `count` values after checking that they are inside the file.
 
             The method that this one replaces may read past the end of the file. This method is five
-            times as fast, but does not support swapped bytes.
+            times as fast, but cannot read files whose bytes are swapped.
             """
             self.num_parts += 1
             end = offset + int(count) * np.dtype(dtype).itemsize

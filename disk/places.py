@@ -2,8 +2,8 @@
 Finds the files of a run again after the folder of a project has been moved.
 
 The settings of a run contain absolute paths. env.json records the directory of the run, the working
-directory, and a digest of each file. After a move, a file is looked up at the same path relative to
-the run or to the working directory, and used if its digest is the same.
+directory, and a digest of each file. After a move, Gwen looks for each file at its old path
+relative to the run's directory or to the working directory, and uses a file with the same digest.
 
 settings/sources.py determines which settings name files. checkpoint.py determines whether a resumed
 run may use other files.
@@ -147,8 +147,9 @@ def find_moved_paths(run_dir: Path, named: Iterable[str] = ()) -> Moves:
     """
     Find the new paths of those files of a run that no longer exist at their old paths.
 
-    A file is looked up at the same path relative to the run, then relative to the working
-    directory, then among the `named` paths. A file is accepted only if it has the recorded digest.
+    Gwen looks for each file at its old path relative to the run's directory, then at its old path
+    relative to the working directory, and then among the `named` paths. It accepts a file only if
+    the file has the recorded digest.
     Prints a line for each moved file.
     """
     record = read_path_record(run_dir)

@@ -7,10 +7,10 @@ so the largest phase determines the peak. The estimate assumes that every comple
 the settings allow, and that a step contains the longest prompts.
 
 The bytes of weights, moments, caches and logits are counted exactly. The bytes that a layer keeps
-for its gradient are the widths of the layer times a constant that was measured on a CPU. A test
-checks that the estimate is at most 5% below and at most 30% above the measured peak. row_memory.py
-estimates the bytes of one position or one completion, time_estimate.py estimates the time of a
-step, and machine/memory.py measures the memory of this machine.
+for its gradient are the total width of the layer times a constant that was measured on a CPU. A
+test checks that the estimate is at most 5% below and at most 30% above the measured peak.
+row_memory.py estimates the bytes of one position or one completion, time_estimate.py estimates the
+time of a step, and machine/memory.py measures the memory of this machine.
 
 Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vocabulary, C hidden,
 H query heads, K kv heads, D head dim, F mlp width.
@@ -47,7 +47,7 @@ from step import batch
 
 
 def gpu_memory_limit(memory_bytes: int) -> int:
-    """The bytes of memory that macOS recommends for the GPU, such as 11.45e9 of 16 GB."""
+    """The bytes of memory that macOS gives the GPU, for example 11.45e9 on a Mac with 16 GB."""
     return 2 * memory_bytes // 3
 
 
@@ -116,6 +116,11 @@ class RunDemand(NamedTuple):
         return 1 if self.is_sft else self.config.sampling.groups
 
     @property
+    def trained_group_size(self) -> int:
+        """The number of completions of a prompt that an update trains."""
+        return min(self.config.objective.train_completions or self.group_size, self.group_size)
+
+    @property
     def max_completion_tokens(self) -> int:
         """
         The maximum number of tokens in a completion.
@@ -160,6 +165,7 @@ def count_parameters(
     small_model = gwen.Model(dataclasses.replace(model, layer_kinds=kinds))
     rank = adapters.lora_rank if adapters else 0
     targets = adapters.lora_targets if adapters else []
+    adapted_kinds = trained_layer_kinds(model, adapters) if adapters else ()
 
     weights = 0
     matmuls = 0
@@ -175,8 +181,16 @@ def count_parameters(
         if array.ndim == 2:
             matmuls += num_layers * array.size
             if parts[-2] in targets:
-                adapted_widths += num_layers * sum(array.shape)
+                num_adapted = adapted_kinds.count(kinds[int(parts[1])])
+                adapted_widths += num_adapted * sum(array.shape)
     return ParameterCounts(weights, matmuls, rank * adapted_widths if rank else weights)
+
+
+def trained_layer_kinds(model: hub.ModelConfig, settings: ModelSettings) -> tuple[str, ...]:
+    """The kinds of the layers that get a backward pass, which ends at the lowest adapter."""
+    if settings.lora_layers is None:
+        return model.layer_kinds
+    return model.layer_kinds[-settings.lora_layers :]
 
 
 def frozen_weight_bytes(name: str, model: hub.ModelConfig, dtype: mx.Dtype) -> int:
@@ -327,7 +341,7 @@ def plan_micro_batches(demand: RunDemand, sizes: MemoryDependentSizes) -> list[M
     prompts: list[list[int]] = []
     for number, length in enumerate(demand.longest_prompt_lengths):
         prompt = [number] * length  # No two prompts share ids.
-        prompts += [prompt] * demand.group_size
+        prompts += [prompt] * demand.trained_group_size
     lengths = np.full(len(prompts), demand.max_completion_tokens)
     shares_prompts, plan = batch.plan_batches_and_sharing(
         prompts, lengths, sizes.train_token_budget, "auto"
@@ -362,13 +376,14 @@ def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: Micro
     """
     Return the bytes that the forward and backward pass of a micro-batch needs.
 
-    num_recomputed: the number of layers, counted from the first, whose intermediate results are
-        computed again.
+    num_recomputed: the number of layers, counted from the first trained layer, whose intermediate
+        results are computed again.
     """
     model = demand.model
     dtype = demand.dtype
-    recomputed_kinds = model.layer_kinds[:num_recomputed]
-    kept_kinds = model.layer_kinds[num_recomputed:]
+    trained_kinds = trained_layer_kinds(model, demand.config.model)
+    recomputed_kinds = trained_kinds[:num_recomputed]
+    kept_kinds = trained_kinds[num_recomputed:]
     keys = micro_batch.longest_prompt + demand.max_completion_tokens - 1
     bytes_of_kind = {
         kind: micro_batch.num_positions * layer_bytes_per_position(model, dtype, keys, kind)
@@ -478,7 +493,7 @@ def list_update_size_choices(demand: RunDemand) -> list[tuple[int, int]]:
     The pair with which an update is fastest comes first.
     """
     optimizer = demand.config.optimizer
-    num_layers = demand.model.num_hidden_layers
+    num_layers = len(trained_layer_kinds(demand.model, demand.config.model))
     if optimizer.train_token_budget:
         budgets = [optimizer.train_token_budget]
     elif gpu.on_gpu():

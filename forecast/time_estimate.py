@@ -5,12 +5,14 @@ This file counts the bytes and FLOPs of each phase, and machine/chips.py convert
 memory_estimate.py estimates the memory of a run.
 """
 
+import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import mlx.core as mx
 
 import gwen
-from config import MemoryDependentSizes
+from config import Config, MemoryDependentSizes
 from disk import model_choice
 from forecast.memory_estimate import (
     CHANGE,
@@ -23,25 +25,47 @@ from forecast.memory_estimate import (
     estimate_memory,
     gpu_memory_limit,
     plan_micro_batches,
+    trained_layer_kinds,
 )
 from forecast.row_memory import cache_bytes_per_token, delta_state_bytes_per_row
 from judging import rubrics
 from machine import chips, gpu, memory
 from settings.sources import command_with_extras, merge_settings
+from step.advantages import MEASURED_OF
 
 PROMPT = 256  # the number of tokens per prompt that the table of models assumes
 STEPS = 100  # the number of steps per run that the table of models assumes
 PATIENCE = 3600.0  # the maximum number of seconds that a first run should take
 
 
+class UpdateWork(NamedTuple):
+    """The numbers of tokens that an update processes, by their purpose."""
+
+    prompt_tokens: float
+    trained_tokens: float  # of completions that are trained
+    measured_tokens: float  # of completions that are computed only for statistics
+
+    @classmethod
+    def from_demand(cls, demand: RunDemand) -> "UpdateWork":
+        """The work of a step in which the rewards differ within every group."""
+        num_prompts = len(demand.longest_prompt_lengths)
+        num_trained = num_prompts * demand.trained_group_size
+        num_left_out = num_prompts * demand.group_size - num_trained
+        num_measured = math.ceil(num_left_out / MEASURED_OF)
+        length = demand.max_completion_tokens
+        return cls(sum(demand.longest_prompt_lengths), num_trained * length, num_measured * length)
+
+
 def estimate_phase_costs(
-    demand: RunDemand, sizes: MemoryDependentSizes
+    demand: RunDemand, sizes: MemoryDependentSizes, work: UpdateWork | None = None
 ) -> dict[str, chips.PhaseCost]:
     """
     Estimate the bytes and FLOPs of each phase of a step: prefill, decoding, update and judging.
 
-    The prompt of a group is computed only once.
+    The prompt of a group is computed only once. work: the tokens that the update computes; None
+    means those of a step in which the rewards differ within every group.
     """
+    work = work or UpdateWork.from_demand(demand)
     model = demand.model
     dtype = demand.dtype
     prompts = demand.longest_prompt_lengths
@@ -69,7 +93,7 @@ def estimate_phase_costs(
     decode_flops = num_decode_steps * rows_at_once * (2 * (matmuls + head) + pair * width)
 
     num_micro_batches = len(plan_micro_batches(demand, sizes))
-    update_flops = count_update_flops(demand, sizes, matmuls, head, pair * width)
+    update_flops = count_update_flops(demand, sizes, work, matmuls, head, pair * width)
 
     costs = {
         "prefill": chips.PhaseCost(weights, prefill_flops),
@@ -92,7 +116,12 @@ def estimate_phase_costs(
 
 
 def count_update_flops(
-    demand: RunDemand, sizes: MemoryDependentSizes, matmuls: int, head: int, attention: float
+    demand: RunDemand,
+    sizes: MemoryDependentSizes,
+    work: UpdateWork,
+    matmuls: int,
+    head: int,
+    attention: float,
 ) -> float:
     """
     Return the FLOPs of an update, including all its iterations.
@@ -102,19 +131,22 @@ def count_update_flops(
     attention: the FLOPs that attention needs for one query, in all layers.
     """
     config = demand.config
-    num_prompt_tokens = sum(demand.longest_prompt_lengths)
-    num_rows = len(demand.longest_prompt_lengths) * demand.group_size
-    num_response_tokens = num_rows * demand.max_completion_tokens
-
     # A backward pass computes the gradient of inputs, and without adapters also that of weights.
-    num_backward = 1 if config.model.lora_rank else 2
-    recomputed = sizes.checkpoint_layers / demand.model.num_hidden_layers
+    num_layers = demand.model.num_hidden_layers
+    trained = len(trained_layer_kinds(demand.model, config.model)) / num_layers
+    num_backward = trained * (1 if config.model.lora_rank else 2)
+    recomputed = sizes.checkpoint_layers / num_layers
+    num_other_passes = bool(config.objective.beta) + bool(config.objective.teacher)
     num_passes = config.optimizer.num_iterations * (1 + recomputed + num_backward)
-    num_passes += bool(config.objective.beta)
-    num_passes += bool(config.objective.teacher)
-    layer_flops: float = num_passes * 2 * matmuls * (num_prompt_tokens + num_response_tokens)
-    # The last term is for logits and attention, including their gradients.
-    return layer_flops + (4 * head + 3.5 * attention) * num_response_tokens
+    num_passes += num_other_passes
+    layer_flops = num_passes * 2 * matmuls * (work.prompt_tokens + work.trained_tokens)
+    # These FLOPs are for logits and attention, including their gradients.
+    attention_passes = 1 + 2.5 * trained
+    head_flops = (4 * head + attention_passes * attention) * work.trained_tokens
+
+    num_measured_passes = config.optimizer.num_iterations + num_other_passes
+    measured_flops = (2 * (matmuls + head) + attention) * work.measured_tokens
+    return layer_flops + head_flops + num_measured_passes * measured_flops
 
 
 def format_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
@@ -153,8 +185,63 @@ def format_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
     )
 
 
+def format_phases_line(demand: RunDemand) -> str:
+    """
+    Format the estimated seconds of a step's phases, and settings that would shorten the update.
+
+    On a GPU, the line gives the seconds on this machine. Without a GPU, it gives those of a base M4
+    that computes in 16 bits.
+    """
+    if gpu.on_gpu():
+        chip = chips.look_up_or_measure_chip()
+    else:
+        demand = demand._replace(dtype=mx.float16)
+        chip = next(chip for chip in chips.load_chips() if chip.name == "M4")
+    now = estimate_seconds_by_activity(demand, chip)
+    parts = [f"{name} {format_two_digits(seconds)} s" for name, seconds in now.items()]
+    line = f"estimated step on {chip.name}: {', '.join(parts)}"
+
+    options = []
+    for flag, value, config in settings_that_shorten_update(demand):
+        seconds = estimate_seconds_by_activity(demand._replace(config=config), chip)
+        options.append(f"{format_two_digits(seconds['update'])} s with {flag} {value}")
+    if options:
+        line += f"; the update would take {', '.join(options)}"
+    return line
+
+
+def estimate_seconds_by_activity(demand: RunDemand, chip: chips.Chip) -> dict[str, float]:
+    """The estimated seconds of the rollout, judging and update of a step, without absent phases."""
+    costs = estimate_phase_costs(demand, choose_sizes(demand))
+    seconds = chips.estimate_phase_seconds(costs, chip)
+    if demand.is_sft:
+        return {"update": seconds["update"]}
+    activities = {"rollout": seconds["prefill"] + seconds["decode"]}
+    if "judge" in seconds:
+        activities["judging"] = seconds["judge"]
+    activities["update"] = seconds["update"]
+    return activities
+
+
+def settings_that_shorten_update(demand: RunDemand) -> Iterator[tuple[str, int, Config]]:
+    """Yield flags and values that would shorten the update, each with the resulting settings."""
+    config = demand.config
+    has_advantages = config.objective.loss_type not in ("sft", "distill")
+    for divisor in (2, 4):
+        num_chosen = demand.group_size // divisor
+        if has_advantages and 2 <= num_chosen < demand.trained_group_size:
+            yield (
+                "--train-completions",
+                num_chosen,
+                config.copy_with_settings(train_completions=num_chosen),
+            )
+    num_layers = len(trained_layer_kinds(demand.model, config.model))
+    if config.model.lora_rank and num_layers == demand.model.num_hidden_layers > 1:
+        half = num_layers // 2
+        yield "--lora-layers", half, config.copy_with_settings(lora_layers=half)
+
+
 def format_two_digits(value: float) -> str:
-    """Format a number with two significant digits."""
     rounded = float(f"{value:.2g}")
     return f"{rounded:g}"
 

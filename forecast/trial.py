@@ -50,10 +50,10 @@ FEW_SIGNALS = 0.25
 FEW_RIGHT = 0.2
 MANY_RIGHT = 0.8
 MANY_CUT = 0.5  # If a larger fraction of the answers is cut off, the trial advises a change.
-MANY_DEGENERATE = 0.1  # The trial also advises a change if more answers repeat or copy.
+MANY_DEGENERATE = 0.1  # the same for answers that repeat themselves or copy the prompt
 LONG = 300.0  # seconds; a shorter run is not stopped, even if all rewards in each group are equal
 SHOWN = 5  # the number of answers that are printed
-MOST_RENDERED = 256  # Tokens are counted only for this number of prompts, the longest ones.
+MOST_RENDERED = 256  # tokens are counted only in this many prompts, which are the longest
 WARM_START = "a warm start (docs/warm-start.md)"
 NONE_RIGHT = (
     "; no answer is right yet, so the model may learn only to please the reward function: "

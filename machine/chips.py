@@ -76,9 +76,14 @@ class PhaseCost(NamedTuple):
 
 def estimate_step_seconds(costs: dict[str, PhaseCost], chip: Chip) -> float:
     """The estimated duration, in seconds, of a step with the given costs by phase."""
+    return sum(estimate_phase_seconds(costs, chip).values())
+
+
+def estimate_phase_seconds(costs: dict[str, PhaseCost], chip: Chip) -> dict[str, float]:
+    """The estimated duration, in seconds, of each phase with the given costs."""
     bytes_per_s = BANDWIDTH_FRACTION * 1e9 * chip.bandwidth
     flops_per_s = ARITHMETIC_FRACTION * 1e12 * chip.tflops
-    seconds = 0.0
-    for cost in costs.values():
-        seconds += max(cost.bytes / bytes_per_s, cost.flops / flops_per_s)
-    return seconds
+    return {
+        phase: max(cost.bytes / bytes_per_s, cost.flops / flops_per_s)
+        for phase, cost in costs.items()
+    }

@@ -398,8 +398,8 @@ def fix_template_for_other_programs(tokenizer: Any, system: str | None, thinking
         for choice in thinking_elsewhere
     ):
         raise ValueError(
-            "no change to the chat template makes other programs render the same prompts as in "
-            "training; set --keep-template to keep the base model's template"
+            "the chat template cannot be changed so that other programs render the same prompts "
+            "as in training; set --keep-template to keep the base model's template"
         )
     return " and ".join(added)
 

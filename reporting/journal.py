@@ -155,15 +155,15 @@ def metrics_of_update(
     """
     train_s = sum(seconds.get(phase, 0.0) for phase in TRAIN_PHASES)
     update_speed = None
-    if result.num_loss_tokens:
-        update_speed = result.num_loss_tokens / seconds["update"]
+    if result.num_counted_tokens:
+        update_speed = result.num_counted_tokens / seconds["update"]
 
     figures: dict[str, float | None] = {
         "loss": result.loss,
         "update/s": seconds["update"],
         "update/tok_s": update_speed,
         "train/s": train_s,
-        "train/tok_s": result.num_loss_tokens / train_s,
+        "train/tok_s": result.num_counted_tokens / train_s,
         "other/s": seconds["other"],
         "step/s": seconds["step"],
         "step_avg_last10/s": sum(recent_step_seconds) / len(recent_step_seconds),
@@ -360,6 +360,8 @@ def completion_records(step: int, samples: list[Sample]) -> Iterator[dict[str, A
         record["finish_reason"] = sample.finish_reason
         # each turn may have its own advantage; the first one covers the whole conversation
         record["advantage"] = np.ravel(sample.advantage)[0].item()
+        if not sample.is_chosen:
+            record["left_out"] = True
         yield record
 
 

@@ -238,6 +238,7 @@ def completion_for_page(record: dict[str, Any]) -> dict[str, Any]:
             format_with_tool_calls(record["completion"], record.get("messages"))
         ),
         "advantage": record.get("advantage"),
+        "left_out": record.get("left_out", False),  # by --train-completions
         "reward": record["reward"],
         "rewards": rewards,
         "scores": scores,

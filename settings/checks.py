@@ -143,7 +143,8 @@ def refuse_unused_settings(config: Config, flags: Collection[str]) -> None:
     Raise ValueError if a setting that this run cannot use has been set.
 
     A setting with its default value does not count as set, because the `config.yaml` of a run
-    contains all defaults. With --loss-type sft, it counts as set if it was given as a flag.
+    contains all defaults. With --loss-type sft, a default value counts as set if it was given as a
+    flag.
     """
     loss = config.objective.loss_type
     used = USED.get(loss, USED_BY_OTHERS)
@@ -270,6 +271,12 @@ def _find_objective_mistakes(config: Config) -> Iterator[str]:
             "--groups is 1, but training compares the completions of a group; use at least 2 "
             "completions per prompt"
         )
+    num_chosen = objective.train_completions
+    if num_chosen is not None and num_chosen > config.sampling.groups:
+        yield (
+            f"--train-completions is {num_chosen}, but a group has {config.sampling.groups} "
+            "completions (--groups); set it to at most that number"
+        )
     if is_user_function(objective.advantage) and objective.scale_rewards != "group":
         yield (
             f"--scale-rewards {objective.scale_rewards} is for built-in advantages, but "
@@ -307,3 +314,8 @@ def _find_model_mistakes(config: Config) -> Iterator[str]:
     if config.model.lora_rank and not config.model.lora_targets:
         targets = ", ".join(TARGETS)
         yield f"--lora-targets is empty; name one or more of {targets}, or set --lora-rank 0"
+    if config.model.lora_layers and not config.model.lora_rank:
+        yield (
+            f"--lora-layers {config.model.lora_layers} chooses layers for adapters, but "
+            "--lora-rank 0 trains all weights without adapters; leave out one of the two"
+        )

@@ -35,23 +35,21 @@ def assign_advantages(
 
     custom_function: a user's function that computes the advantages instead of ours.
     """
-    groups = group_samples(samples)
-    group_advantages = compute_advantages(config, groups, weights, custom_function)
+    groups = [choose_completions(config, group) for group in group_samples(samples)]
+    chosen_groups = [[sample for sample in group if sample.is_chosen] for group in groups]
+    group_advantages = compute_advantages(config, chosen_groups, weights, custom_function)
     differences = group_advantages
     if custom_function is not None or config.objective.advantage == "reinforce":
         # these advantages may be other than 0 although all rewards of a group are equal
         differences = grpo.group_advantages(
-            padded_reward_table(groups), "none", signal_floor=grpo.SIGNAL_FLOOR
+            padded_reward_table(chosen_groups), "none", signal_floor=grpo.SIGNAL_FLOOR
         )
 
     samples = []
     for group, advantages, group_differences in zip(
         groups, group_advantages, differences, strict=True
     ):
-        group = [
-            sample._replace(advantage=repeat_turn_advantages_per_token(sample, advantage))
-            for sample, advantage in zip(group, advantages, strict=False)
-        ]
+        group = _with_advantages(group, advantages)
         has_signal = any(
             has_nonzero_advantage(sample) and counts_in_loss(config, sample) for sample in group
         )
@@ -59,6 +57,41 @@ def assign_advantages(
         for sample in group:
             samples.append(sample._replace(has_signal=has_signal, rewards_differ=rewards_differ))
     return samples
+
+
+def _with_advantages(group: list[Sample], advantages: np.ndarray) -> list[Sample]:
+    """
+    The samples of a group with their advantages; a sample that was not chosen gets 0.
+
+    advantages: (G,) or (G, K), one row for each chosen sample, in their order, and then padding.
+    """
+    chosen_rows = [row for row, sample in enumerate(group) if sample.is_chosen]
+    advantage_of_row = dict(zip(chosen_rows, advantages, strict=False))
+    completed = []
+    for row, sample in enumerate(group):
+        advantage: float | np.ndarray = 0.0
+        if row in advantage_of_row:
+            advantage = repeat_turn_advantages_per_token(sample, advantage_of_row[row])
+        completed.append(sample._replace(advantage=advantage))
+    return completed
+
+
+def choose_completions(config: Config, group: list[Sample]) -> list[Sample]:
+    """
+    The samples of a group, with `is_chosen` set, which says whether the update trains a sample.
+
+    --train-completions M chooses the M samples whose rewards have the largest variance. It never
+    chooses a sample that --truncated mask excludes from the loss.
+    """
+    num_chosen = config.objective.train_completions
+    if num_chosen is None:
+        return group
+    candidates = [row for row, sample in enumerate(group) if counts_in_loss(config, sample)]
+    rewards = np.array([group[row].reward for row in candidates])
+    chosen = {
+        candidates[place] for place in grpo.choose_rewards_of_largest_variance(rewards, num_chosen)
+    }
+    return [sample._replace(is_chosen=row in chosen) for row, sample in enumerate(group)]
 
 
 def compute_advantages(
@@ -69,10 +102,10 @@ def compute_advantages(
 ) -> np.ndarray:
     """The advantages of all samples, (B, G) float32; (B, G, K) if environments reward turns."""
     settings = config.objective
-    if max(map(len, groups)) == 1:  # groups of one sample occur only with --teacher
+    if max(map(len, groups)) <= 1:  # groups of one sample occur only with --teacher
         return np.zeros((len(groups), 1), np.float32)
 
-    first = groups[0][0]
+    first = next(sample for group in groups for sample in group)
     if settings.combine_rewards == "normalize":
         names = list(first.imputed_components)
         tables = [_padded_component_table(groups, name) for name in names]
@@ -157,17 +190,18 @@ def mark_for_update(
     Copies of all samples with `has_gradient` and `weight` set. A weight of 0 leaves a sample out.
 
     If --truncated mask excludes a sample, no average counts the sample or its tokens. A
-    sample whose advantage is 0 has no gradient, unless `all_have_gradient` is true. Most samples
-    without a gradient are left out. But one in MEASURED_OF samples without a gradient is computed.
-    The weights of these samples make them represent the tokens of all samples without a gradient,
-    so that averaged statistics stay unbiased. Each step computes different samples without a
-    gradient.
+    sample whose advantage is 0 has no gradient, unless `all_have_gradient` is true. A sample that
+    --train-completions did not choose never has a gradient. Most samples without a gradient are
+    left out. But one in MEASURED_OF samples without a gradient is computed. The weights of these
+    samples make them represent the tokens of all samples without a gradient, so that averaged
+    statistics stay unbiased. Each step computes different samples without a gradient.
     """
     selected = []
     for sample in samples:
         if not counts_in_loss(config, sample):
             sample = sample._replace(loss_positions=(), weight=0.0)
-        has_gradient = sample.weight > 0 and (all_have_gradient or has_nonzero_advantage(sample))
+        may_have_gradient = sample.weight > 0 and sample.is_chosen
+        has_gradient = may_have_gradient and (all_have_gradient or has_nonzero_advantage(sample))
         selected.append(sample._replace(has_gradient=has_gradient))
 
     idle_rows = [

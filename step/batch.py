@@ -87,8 +87,11 @@ class Batch(NamedTuple):
 
     # ---- the mini-batch to which this batch belongs
     mini_batch: int  # the index of the mini-batch
-    num_rows: float  # mean number of samples per mini-batch
-    num_loss_tokens: float  # mean number of tokens written by the policy, per mini-batch
+    num_rows: float  # mean number of samples in the loss, per mini-batch
+    num_loss_tokens: float  # mean number of tokens in the loss, per mini-batch
+    # mean number of tokens in statistics, per mini-batch; --train-completions leaves out none
+    num_counted_tokens: float
+    is_trained: bool  # False: the batch is computed only for statistics and is not in the loss
 
     # ---- fields that are set after the batch was made
     old_logprobs: mx.array | None = None  # (M, T) under the old policy
@@ -152,6 +155,9 @@ def make_batches(
     The loss of all samples is the mean of the losses of the mini-batches. The loss of a mini-batch
     is a sum divided by the mean number of tokens per mini-batch, and not by the number of tokens in
     that mini-batch. So a token has the same weight in every mini-batch. Source: TRL 1.16.
+
+    No divisor of the loss counts the samples that --train-completions leaves out. Those of them
+    that are computed for statistics are in separate batches.
     """
     prompts = [sample.prompt for sample in samples]
     lengths = np.array([len(sample.response_ids) if sample.weight else 0 for sample in samples])
@@ -160,16 +166,19 @@ def make_batches(
     mini_batch_of = np.array(
         [place_of[sample.group] * num_mini_batches // len(groups) for sample in samples]
     )
-    num_loss_tokens = sum(len(sample.loss_positions) for sample in samples)
+    is_chosen = np.array([sample.is_chosen for sample in samples])
+    num_tokens = np.array([len(sample.loss_positions) for sample in samples])
 
     batches: list[Batch] = []
     for mini_batch in range(num_mini_batches):
-        lengths_here = lengths * (mini_batch_of == mini_batch)
-        is_shared, plan = plan_batches_and_sharing(prompts, lengths_here, token_budget, sharing)
-        new_batches = [
-            _pad_samples_into_batch(rows, [samples[row] for row in rows], is_shared)
-            for rows, _ in plan
-        ]
+        is_here = mini_batch_of == mini_batch
+        new_batches = []
+        for is_trained in (True, False):
+            lengths_here = lengths * (is_here & (is_chosen == is_trained))
+            is_shared, plan = plan_batches_and_sharing(prompts, lengths_here, token_budget, sharing)
+            for rows, _ in plan:
+                batch = _pad_samples_into_batch(rows, [samples[row] for row in rows], is_shared)
+                new_batches.append(batch._replace(is_trained=is_trained))
         local = set(
             world.own_item_indices([batch.num_positions_with_padding for batch in new_batches])
         )
@@ -178,8 +187,9 @@ def make_batches(
                 batch._replace(
                     is_local=place in local,
                     mini_batch=mini_batch,
-                    num_rows=len(samples) / num_mini_batches,
-                    num_loss_tokens=num_loss_tokens / num_mini_batches,
+                    num_rows=int(is_chosen.sum()) / num_mini_batches,
+                    num_loss_tokens=int(num_tokens[is_chosen].sum()) / num_mini_batches,
+                    num_counted_tokens=int(num_tokens.sum()) / num_mini_batches,
                 )
             )
     return batches
@@ -307,6 +317,8 @@ def _pad_samples_into_batch(rows: list[int], samples: list[Sample], shares_promp
         mini_batch=0,
         num_rows=len(samples),
         num_loss_tokens=0.0,
+        num_counted_tokens=0.0,
+        is_trained=True,
     )
 
 

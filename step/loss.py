@@ -51,7 +51,7 @@ class UpdateResult(NamedTuple):
     num_skipped: int  # number of optimizer steps skipped since the run began
     loss_scale: float  # the loss scale after the last optimizer step
     means: dict[str, float | None]  # the statistics that MEASURED names
-    num_loss_tokens: int = 0  # number of counted tokens
+    num_counted_tokens: int = 0  # number of tokens that the statistics count
     num_with_gradient: int = 0  # number of rows with a gradient
     loss: float | None = None
     grad_norm: float | None = None  # the norm of the gradient before clipping
@@ -148,6 +148,8 @@ class StepLoss:
         )
         loss, sums = self.loss_function(tokens, self.objective)
         assert sums.keys() <= set(MEASURED), f"unknown statistic among {sums.keys()}"
+        if not batch.is_trained:
+            loss = mx.zeros(())
 
         counted = batch.mask * batch.weights
         stats = {"loss": loss, "entropy": (entropies * counted).sum()}

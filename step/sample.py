@@ -55,6 +55,7 @@ class Sample(NamedTuple):
     extra_columns: dict[str, Any] = EMPTY  # the values that reward functions passed to `log_extra`
 
     # ---- set by step/advantages.py
+    is_chosen: bool = True  # False: --train-completions leaves the sample out of the update
     advantage: float | np.ndarray = 0.0  # a single number, or (T,) with one number per token
 
     # whether any sample in the group has an advantage other than 0 and counts in the loss

@@ -234,7 +234,7 @@ def _choose_rubric(task: Task, config: Config) -> Task:
 
 
 def _with_length_penalty(task: Task, max_tokens: int) -> Task:
-    """The task with a reward that punishes completions about as long as --max-tokens."""
+    """The task with a reward that punishes completions whose length is close to --max-tokens."""
     if "soft_overlong" in task.rewards:
         raise ValueError(
             "--truncated punish adds the reward soft_overlong, which --reward names already; "
@@ -520,7 +520,7 @@ def _check_environments(task: Task, config: Config) -> None:
 
 
 def _refuse_settings_unfit_for_tools(task: Task, config: Config) -> None:
-    """Raises ValueError if a setting or column is given that does not work with tools."""
+    """Raises ValueError if one of the settings or columns does not work with tools."""
     # all examples on a side have the same keys as the first example on that side
     first_examples = task.train[:1] + task.held_out[:1]
     unfit = []

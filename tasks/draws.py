@@ -156,10 +156,10 @@ def _epoch_order(num_examples: int, batch: int, epoch: int, seed: int) -> tuple[
     """
     The indices of all examples in the order of one epoch.
 
-    The examples are divided into the same blocks in all epochs, each with `size` = num_examples -
-    batch + 1 examples. Each epoch shuffles the examples only within their blocks. Therefore an
-    example is used again at least num_examples - (size - 1) = batch places later, which is in the
-    next batch at the earliest.
+    The examples are divided into blocks, which are the same in every epoch. Each block has `size` =
+    num_examples - batch + 1 examples. Each epoch shuffles the examples only within their blocks.
+    Therefore an example is used again at least num_examples - (size - 1) = batch places later,
+    which is in the next batch at the earliest.
     """
     order = list(range(num_examples))
     random.Random(f"{seed}").shuffle(order)

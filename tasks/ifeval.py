@@ -1,12 +1,13 @@
 """
-The task `ifeval`, with endless prompts of a topic and instructions that are verified as in IFEval.
+The task `ifeval`, with endless prompts that give instructions about a text.
 
-The task name `ifeval:NAME,NAME` selects kinds of instructions from IFEval (arXiv:2311.07911). Three
-quarters of the prompts have one instruction, and the others have two. All kinds and words are in
-`data/ifeval.yaml`. The topics, keywords and wordings of held-out prompts occur in no training
-prompt. Completions are verified by the optional package if-verifiable. The package searches
-completions with regular expressions, and completions may contain an attack, so the worker processes
-that use the package are sealed.
+Each prompt names the topic of the text. The task name `ifeval:NAME,NAME` selects kinds of
+instructions from IFEval (arXiv:2311.07911). Three quarters of the prompts have one instruction, and
+the others have two. All kinds and words are in `data/ifeval.yaml`. The topics, keywords and
+wordings of held-out prompts occur in no training prompt. Completions are verified by the rules of
+IFEval, with the optional package if-verifiable. The package searches completions with regular
+expressions, and completions may contain an attack, so the worker processes that use the package are
+sealed.
 
 The task differs from the benchmark IFEval in two ways. First, a keyword must occur as a whole word
 in this task, while the benchmark finds "honest" in "honesty". Second, sentences are counted by the

@@ -2,8 +2,8 @@
 The tasks `rg:NAME`, with endless problems from data sets of the optional package reasoning-gym.
 
 A problem is determined by its data set, its level and its number. Held-out problems have numbers
-below `FIRST`. Each seed of a run has its own range of `FIRST` higher numbers for the problems to
-train on. A run does not use prompts that are held out, or that it has drawn before.
+below `FIRST`. The training problems have higher numbers, of which each seed of a run has its own
+range of `FIRST` numbers. A run does not use prompts that are held out, or that it has drawn before.
 
 Worker processes make the problems, because hashes of strings decide which problems four of the
 generators make, and all workers use the same hashes. Other workers score the answers by the rules
@@ -57,7 +57,7 @@ LONGEST = 100_000  # the largest number of characters in an answer; right ones h
 
 # The data sets whose scorers run text as Python code, each with the function that replaces `eval`.
 # `tests/test_seal.py` searches the source code for such scorers. The scorers of bitwise_arithmetic
-# and number_sorting run only text of the problem.
+# and number_sorting run only text from the problem, never text from the answer.
 READERS: dict[str, Callable[..., Any]] = {
     "binary_matrix": read_list,
     "n_queens": read_list,
@@ -108,7 +108,9 @@ def _has_known_variables(answer: str, entry: dict[str, Any]) -> bool:
 
 
 def _uses_given_numbers(answer: str, entry: dict[str, Any]) -> bool:
-    """Whether an answer uses the given numbers; the scorer accepts any four that make 24."""
+    """
+    Whether an answer uses the given numbers; the scorer accepts any four numbers that make 24.
+    """
     numbers = sorted(map(int, re.findall(r"\d+", answer)))
     return numbers == sorted(entry["metadata"]["numbers"])
 
@@ -313,7 +315,9 @@ def extract_answer(text: str) -> str:
 
 
 def score_format(completions: Sequence[str], **_: Any) -> list[float]:
-    """1 for each completion that ends with its only, not empty <answer>...</answer>, else 0."""
+    """
+    1 for each completion with exactly one <answer>...</answer>, not empty and at the end, else 0.
+    """
     return [float(_ends_with_only_answer(text)) for text in completions]
 
 

@@ -70,11 +70,12 @@ def test_a_start_is_the_largest_model_whose_hundred_steps_take_an_hour(monkeypat
 def test_a_chip_is_named_where_a_machine_with_it_has_the_memory(monkeypatch, capsys):
     monkeypatch.setenv("GWEN_DTYPE", "float16")
     preflight.main(["--model", "random:0.6b", "--lora-rank", "0", "--batch", "8"])
-    *_, need, said = capsys.readouterr().out.splitlines()  # without the weights of the model
-    assert need.startswith("memory: ") and "1.19 weights" in need
-    assert said.startswith("a step in 16 bits: ") and said.endswith(
+    *_, memory_line, time_line, phases_line = capsys.readouterr().out.splitlines()
+    assert memory_line.startswith("memory: ") and "1.19 weights" in memory_line
+    assert phases_line.startswith("estimated step on ")
+    assert time_line.startswith("a step in 16 bits: ") and time_line.endswith(
         "(an estimate that nobody has checked on a Mac; other chips have less memory)"
     )
     assert (
-        "M1 Pro " in said and "M1 1" not in said
+        "M1 Pro " in time_line and "M1 1" not in time_line
     )  # 16 GB do not hold masters and moments of all weights

@@ -196,6 +196,7 @@ def test_a_model_that_trains_whole_is_held_twice_where_it_is_its_own_judge_or_th
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on_gpu):
     monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
+    monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: on_gpu)
     settled, demand = [], demand_of(make_config(batch=8, groups=8, max_tokens=256))
     for room in [size * GB for size in ((40, 4.7, 3, 2.5, 1) if on_gpu else (40, 8, 5, 4.5, 1))]:
         monkeypatch.setattr(memory_estimate, "LAPTOP", 1 if on_gpu else room)

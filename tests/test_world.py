@@ -179,6 +179,10 @@ EVERYTHING = [
         "0.02",
         "--loss-type",
         "grpo",
+        "--train-completions",
+        "2",
+        "--lora-layers",
+        "3",
     ),
     *("--num-iterations", "2", "--train-token-budget", "100", "--eval-every", "2", "--steps", "2"),
 ]

@@ -101,7 +101,7 @@ function card(group, row, withPrompt) {
     made.append(element("bdi", "text soft", group.prompt));
   }
   const figures = element("div", "figures");
-  figures.append(element("b", "", `advantage ${number(row.advantage, 2)}`));
+  figures.append(element("b", "", row.left_out ? "left out of the update" : `advantage ${number(row.advantage, 2)}`));
   figures.append(element("b", "", `reward ${number(row.reward, 3)}`));
   for (const [name, value] of Object.entries(row.rewards)) figures.append(element("span", "", `${name} ${number(value, 3)}`));
   (row.scores || []).forEach((score, i) => {

@@ -41,13 +41,15 @@ def examine_machine() -> Iterator[Finding]:
     yield Finding(f"memory: {memory.usable_memory_bytes() / 1e9:.1f} GB for this process", True)
     yield Finding(describe_wired_memory(), True)
 
-    device = "metal" if gpu.can_run_metal_kernels() else "cpu"
+    device = "cpu"
+    if gpu.on_gpu():
+        device = "metal" if gpu.can_run_metal_kernels() else "cuda"
     dtype = gwen.default_dtype()
     dtype_name = str(dtype).rpartition(".")[2]
     yield Finding(f"device: {device}; models use the data type {dtype_name}", True)
     yield Finding(f"BLAS: {environment['blas']}; this library multiplies matrices on the CPU", True)
 
-    usual_size = "random:0.6b" if gpu.can_run_metal_kernels() else "random:2m"
+    usual_size = "random:0.6b" if gpu.on_gpu() else "random:2m"
     config = model_choice.load_known_config(usual_size)
     model = gwen.Model(dataclasses.replace(config, layer_kinds=("full_attention",)))
     model.set_dtype(dtype)
@@ -72,7 +74,7 @@ def describe_wired_memory() -> str:
 def compare_kernels_with_mlx(model: gwen.Model) -> Finding:
     """Compare all kernels with plain MLX, and report which kernels are turned off."""
     if not gpu.can_run_metal_kernels():
-        return Finding("kernels: none, because they need a GPU", True)
+        return Finding("kernels: none, because they need Metal", True)
     if not kernels.are_kernels_wanted():
         return Finding("kernels: none, because GWEN_KERNELS turns them off", True)
     calls = [

@@ -132,7 +132,10 @@ def memory_page_text() -> str:
 def training_gigabytes_by_model(memory_gb: int) -> dict[str, str]:
     """The estimated GB that training needs, for each model that fits a Mac with this memory."""
     chip = next(chip for chip in chips.load_chips() if chip.name == "M4")
-    with mock.patch.object(gpu, "on_gpu", lambda: True):
+    with (
+        mock.patch.object(gpu, "on_gpu", lambda: True),
+        mock.patch.object(gpu, "can_run_metal_kernels", lambda: True),
+    ):
         limit = memory_estimate.gpu_memory_limit(memory_gb << 30)
         models = list(time_estimate.find_models_that_fit(limit, chip, mx.float16))
     return {name: f"{num_bytes / 1e9:.1f}" for name, num_bytes, _ in models}

@@ -36,7 +36,7 @@ def uses_kernels() -> bool:
 
     For the backward pass, these kernels store only their inputs, in the type of the weights.
     """
-    return gpu.on_gpu() and kernels.are_kernels_wanted()
+    return gpu.can_run_metal_kernels() and kernels.are_kernels_wanted()
 
 
 def layer_bytes_per_position(

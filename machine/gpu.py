@@ -29,9 +29,10 @@ def can_run_metal_kernels() -> bool:
     """
     Whether Metal kernels can run on this device.
 
-    Tests that use an emulator replace this function, so that kernels also run on a CPU.
+    MLX also computes on CUDA devices, where Gwen uses plain expressions. Tests that use an emulator
+    replace this function, so that kernels also run on a CPU.
     """
-    return on_gpu()
+    return on_gpu() and mx.metal.is_available()
 
 
 _forward_only = [False]

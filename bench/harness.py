@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import cpu_blas
 import mlx.core as mx
@@ -28,6 +28,7 @@ from disk import hub
 from flags import Parser, check_minimums, flag_of
 from machine import alive, versions
 
+T = TypeVar("T")
 # for each integer setting: its default, its least value, and its help text
 Numbers = dict[str, tuple[int, int, str]]
 
@@ -102,12 +103,12 @@ class TimedRun(NamedTuple):
     cpu_s: float  # the processor time that this process used
 
 
-def turns_in_alternating_order(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yields (round, name) for each name in each round, reversing the names every other round."""
+def turns_in_alternating_order(items: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Yields (round, item) for each item in each round, reversing the items every other round."""
     for number in range(rounds):
-        order = names if number % 2 == 0 else names[::-1]
-        for name in order:
-            yield number, name
+        order = items if number % 2 == 0 else items[::-1]
+        for item in order:
+            yield number, item
 
 
 def time_engines_in_turn(
@@ -154,7 +155,7 @@ def summarize_times_and_peak(
 
 
 def describe_rival_time_ratios(gwen_samples: list[TimedRun], rival_samples: list[TimedRun]) -> str:
-    """Describes how many times as long the rival took in each round, and in processor time."""
+    """Describes the rival's times as multiples of Gwen's, for each round and for processor time."""
     pairs = zip(gwen_samples, rival_samples, strict=True)
     ratios = [rival.run.seconds / gwen_sample.run.seconds for gwen_sample, rival in pairs]
     rival_cpu_s = sum(sample.cpu_s for sample in rival_samples)

@@ -1,29 +1,177 @@
 """
-Compares how soon runs reached an accuracy of, say, 0.85:
-`uv run python -m bench.sooner --line 0.85 runs/A runs/B`.
+Compares how soon runs reach a held-out accuracy.
 
-The command reads the records of runs, or of directories with one run per seed. A run reaches the
-accuracy at the first of two successive evaluations that are at or above this accuracy. The costs of
-a run are its steps until it reaches the accuracy, and the seconds, completions and tokens of these
-steps; the time for starting and evaluating does not count. The table shows medians over seeds. For
-each seed, the table also shows the seconds and completions divided by those of the same seed in the
-first directory.
+    uv run python -m bench.sooner --task demo                    train variants, then compare them
+    uv run python -m bench.sooner --line 0.85 runs/A runs/B      compare recorded runs
+
+With --task, the command trains each variant of `list_variants` once per seed, in directories under
+--out, and then prints the table. A run that is already complete is not repeated. The variant "trl"
+trains with TRL (bench/trl_run.py); it is trained only if --variants names it.
+
+A run reaches the accuracy at the first of two successive evaluations that are at or above it. The
+costs of a run are the costs of its steps up to this evaluation, without the time for starting and
+evaluating: the number of steps, the trained rows, the processor seconds on this machine, and the
+estimated seconds on an M4 and an M4 Max. The estimate (forecast/time_estimate.py) is for a step of
+8 prompts of 256 tokens with completions of 256 tokens, without a judge, on a model of the size of
+Qwen3-0.6B. Each estimated step trains the same fractions of its rows and of its layers as the
+recorded step.
+
+For each variant, the table shows means and medians over its seeds: the mean of the last accuracies,
+the mean difference between these accuracies and those of the first variant, with a 95% interval,
+the medians of the costs, and the medians of the ratios of the costs to those of the first variant.
+Differences and ratios compare runs with the same seed.
 """
 
 import argparse
+import json
 import math
+import statistics
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
-import pandas as pd
+import mlx.core as mx
 
-from flags import exit_on_mistakes
+import train
+import trainer
+from bench.step import ENGINES
+from disk import model_choice
+from disk.statistics import student_t_quantile
+from flags import Parser, exit_on_mistakes
+from forecast.memory_estimate import RunDemand, choose_sizes
+from forecast.time_estimate import UpdateWork, estimate_phase_costs
+from machine import chips
 from machine.output import guard_output
 from reporting import seeds
 from reporting.history import History
+from settings import sources
+from step.advantages import MEASURED_OF
 
-COSTS = ["steps", "seconds", "completions", "tokens"]
-COMPARED_COSTS = ["seconds", "completions"]
+ROOT = Path(__file__).parent.parent
+CPU_SECONDS = "cpu_seconds.json"  # a file of a run: the processor seconds of each of its steps
+TRL = "trl"
+
+# the step whose seconds are estimated
+CHIPS = ("M4", "M4 Max")
+MODEL = "random:0.6b"
+BATCH = 8
+PROMPT_TOKENS = 256
+COMPLETION_TOKENS = 256
+COSTS = ("steps", "rows", "cpu_s", *CHIPS)
+COMPARED_COSTS = ("cpu_s", *CHIPS)
+
+
+class Task(NamedTuple):
+    """The flags of a run, and the held-out accuracy that a run should reach."""
+
+    flags: str
+    accuracy: float
+    num_layers: int  # of the model
+
+
+FIRST_HOUR = (
+    "--model smollm2 --data examples/first_hour/messages.jsonl "
+    "--reward examples/first_hour/short.py:short"
+)
+TASKS = {
+    "demo": Task("--task demo --steps 60 --eval-every 5 --eval-limit 256", 0.85, 4),
+    "demo-rg": Task(
+        "--config recipes/demo-rg.yaml --steps 60 --eval-every 5 --eval-limit 256", 0.66, 4
+    ),
+    "calculator": Task("--config recipes/calculator.yaml --eval-every 5 --eval-limit 128", 0.8, 4),
+    "guess": Task("--config recipes/guess.yaml --eval-every 5 --eval-limit 128", 0.8, 4),
+    "own": Task(f"{FIRST_HOUR} --steps 15 --eval-every 3", 0.85, 30),
+    "ifeval": Task(
+        "--config recipes/ifeval.yaml --model smollm2 --steps 20 --eval-every 5", 0.5, 30
+    ),
+}
+
+
+def list_variants(task: Task) -> dict[str, str]:
+    """
+    The flags of each variant, by its name.
+
+    The first variant trains all completions and all layers.
+    """
+    half_layers = f"--lora-layers {task.num_layers // 2}"
+    return {
+        "8 of 8": "",
+        "4 of 8": "--train-completions 4",
+        "2 of 8": "--train-completions 2",
+        "4 of 16": "--groups 16 --train-completions 4",
+        "8 of 8, half the layers": half_layers,
+        "4 of 8, half the layers": f"--train-completions 4 {half_layers}",
+        "2 of 8, half the layers": f"--train-completions 2 {half_layers}",
+    }
+
+
+# ---- training
+
+
+def train_missing_runs(
+    task: Task, variants: dict[str, str], folder: Path, num_seeds: int
+) -> list[Path]:
+    """
+    Trains each variant with each seed.
+
+    Returns the directory of each variant, which has a directory for each seed.
+    """
+    folders = [folder / name.replace(",", "").replace(" ", "-") for name in variants]
+    for seed in range(num_seeds):
+        for name, variant_folder in zip(variants, folders, strict=True):
+            run_dir = variant_folder / f"seed-{seed}"
+            if (run_dir / CPU_SECONDS).is_file():
+                continue
+            if run_dir.exists():
+                raise ValueError(f"{run_dir} is an incomplete run; delete it and start again")
+            if name == TRL:
+                command = trl_command(folders[0] / f"seed-{seed}", run_dir)
+            else:
+                command = [sys.executable, "-m", "bench.sooner", "--train-one", str(run_dir)]
+                command += [*task.flags.split(), *variants[name].split(), "--seed", str(seed)]
+            # stdout is for the table, so the run prints to file descriptor 2, which is stderr
+            subprocess.run(command, cwd=ROOT, check=True, stdout=2)
+    return folders
+
+
+def trl_command(gwen_run_dir: Path, run_dir: Path) -> list[str]:
+    """The command that trains with TRL and the settings of a Gwen run."""
+    command = ["uv", "run", "-q", "--no-sync"]
+    for package in ENGINES["trl"].packages:
+        command += ["--with", package]
+    return [*command, "python", "-m", "bench.trl_run", str(gwen_run_dir), str(run_dir)]
+
+
+def train_one(run_dir: Path, arguments: list[str]) -> None:
+    """Trains one run in this process, and writes the processor seconds of its steps."""
+    args = sources.parse_flags(arguments)
+    flags = sources.settings_from_flags(args)
+    spec = trainer.make_run_spec(flags, args.config, run_dir=str(run_dir))
+    trained = train.Trainer(spec)
+    evaluate = trained.run.evaluate
+    evaluation_seconds = 0.0
+
+    def evaluate_and_count_seconds() -> None:
+        nonlocal evaluation_seconds
+        begin_s = time.process_time()
+        evaluate()
+        evaluation_seconds += time.process_time() - begin_s
+
+    trained.run.evaluate = evaluate_and_count_seconds  # type: ignore[method-assign]
+    cpu_seconds = []
+    begin_s = time.process_time()
+    for _ in trained.steps():
+        end_s = time.process_time()
+        cpu_seconds.append(end_s - begin_s - evaluation_seconds)
+        begin_s = end_s
+        evaluation_seconds = 0.0
+    (run_dir / CPU_SECONDS).write_text(json.dumps(cpu_seconds))
+
+
+# ---- the costs of a run
 
 
 def step_that_reaches_accuracy(run: History, accuracy: float) -> int | None:
@@ -37,51 +185,189 @@ def step_that_reaches_accuracy(run: History, accuracy: float) -> int | None:
     return None
 
 
-def costs_to_reach_accuracy(run: History, accuracy: float) -> list[float]:
-    """Returns a run's costs (see `COSTS`) of reaching `accuracy`, or inf if it never reached it."""
+def costs_to_reach_accuracy(run: History, accuracy: float) -> dict[str, float]:
+    """
+    Returns a run's costs of reaching `accuracy`, by the names in COSTS.
+
+    The costs are inf if the run never reached the accuracy, and nan if the run has no record of
+    them.
+    """
     last_step = step_that_reaches_accuracy(run, accuracy)
     if last_step is None:
-        return [math.inf] * len(COSTS)
+        return dict.fromkeys(COSTS, math.inf)
+    costs = dict.fromkeys(COSTS, math.nan)
+    costs["steps"] = float(last_step)
+    cpu_file = run.dir / CPU_SECONDS
+    if cpu_file.is_file():
+        costs["cpu_s"] = sum(json.loads(cpu_file.read_text())[:last_step])
     steps = [record for record in run.steps if record["step"] <= last_step]
-    seconds = sum(record["step/s"] for record in steps)
-    completions = len(steps) * run.settings["batch"] * run.settings["groups"]
-    tokens = sum(record["rollout/tok_s"] * record["rollout/s"] for record in steps)
-    return [len(steps), seconds, completions, tokens]
+    if all("update/rows" in record for record in steps):
+        costs["rows"] = float(sum(record["update/rows"] for record in steps))
+        costs |= estimate_seconds_on_chips(run, steps)
+    return costs
 
 
-@guard_output()
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def estimate_seconds_on_chips(run: History, steps: list[dict[str, Any]]) -> dict[str, float]:
+    """The seconds that these steps would take on each of CHIPS, for the step named above."""
+    groups = run.settings["groups"]
+    model = model_choice.load_config(MODEL)
+    settings = {
+        "model": MODEL,
+        "task": "own",
+        "batch": BATCH,
+        "groups": groups,
+        "max_tokens": COMPLETION_TOKENS,
+    }
+    lora_layers = run.settings.get("lora_layers")
+    if isinstance(lora_layers, int):
+        num_layers = model_choice.load_config(run.settings["model"]).num_hidden_layers
+        settings["lora_layers"] = round(lora_layers / num_layers * model.num_hidden_layers)
+    config = sources.merge_settings(settings, None)
+    demand = RunDemand(model, mx.float16, config, [PROMPT_TOKENS] * BATCH)
+    sizes = choose_sizes(demand)
+
+    scale = BATCH / run.settings["batch"]
+    totals = dict.fromkeys(CHIPS, 0.0)
+    for record in steps:
+        num_rows = scale * record["update/rows"]
+        num_measured = (BATCH * groups - num_rows) / MEASURED_OF
+        work = UpdateWork(
+            prompt_tokens=scale * record["sampling/signal_groups"] * PROMPT_TOKENS,
+            trained_tokens=num_rows * COMPLETION_TOKENS,
+            measured_tokens=num_measured * COMPLETION_TOKENS,
+        )
+        costs = estimate_phase_costs(demand, sizes, work)
+        for chip in chips.load_chips():
+            if chip.name in totals:
+                totals[chip.name] += chips.estimate_step_seconds(costs, chip)
+    return totals
+
+
+# ---- the table
+
+
+def format_mean_difference(first: list[float], other: list[float]) -> str:
+    """The mean of paired differences, with Student's 95% interval if there are several."""
+    differences = [after - before for before, after in zip(first, other, strict=True)]
+    if not differences:
+        return ""
+    mean = statistics.fmean(differences)
+    num = len(differences)
+    if num < 2:
+        return f"{mean:+.3f}"
+    half_width = student_t_quantile(num - 1) * statistics.stdev(differences) / num**0.5
+    return f"{mean:+.3f} \u00b1 {half_width:.3f}"
+
+
+def median_ratio(first: list[float], other: list[float]) -> float:
+    """The median of other / first. Pairs whose first value is 0 or not finite are left out."""
+    ratios = [
+        value / divisor
+        for divisor, value in zip(first, other, strict=True)
+        if math.isfinite(divisor) and divisor > 0
+    ]
+    return statistics.median(ratios) if ratios else math.nan
+
+
+def print_table(groups: list[seeds.SeedGroup], accuracy: float) -> None:
+    """Prints a row for each group of seeds, and the figures of each seed as JSON."""
+    headers = ["variant", "seeds", "accuracy", "difference"]
+    headers += [f"{cost} until {accuracy:g}" for cost in COSTS]
+    headers += [f"{cost}, relative to the first" for cost in COMPARED_COSTS]
+    print(f"| {' | '.join(headers)} |")
+    print("|" + "---|" * len(headers))
+
+    last_accuracies: list[dict[int, float]] = []
+    costs_by_seed: list[dict[int, dict[str, float]]] = []
+    for group in groups:
+        key = f"eval/{group.figure_name}"
+        last_accuracies.append(
+            {run.settings["seed"]: run.evals_with_figure[-1][key] for run in group.runs}
+        )
+        costs_by_seed.append(
+            {run.settings["seed"]: costs_to_reach_accuracy(run, accuracy) for run in group.runs}
+        )
+
+    for group, accuracies, costs in zip(groups, last_accuracies, costs_by_seed, strict=True):
+        shared_seeds = [seed for seed in costs_by_seed[0] if seed in costs]
+        first_accuracies = [last_accuracies[0][seed] for seed in shared_seeds]
+        other_accuracies = [accuracies[seed] for seed in shared_seeds]
+        cells = [group.name, str(len(group.runs)), f"{statistics.fmean(accuracies.values()):.3f}"]
+        cells.append(format_mean_difference(first_accuracies, other_accuracies))
+        for cost in COSTS:
+            cells.append(f"{statistics.median(each[cost] for each in costs.values()):,.0f}")
+        for cost in COMPARED_COSTS:
+            first = [costs_by_seed[0][seed][cost] for seed in shared_seeds]
+            other = [costs[seed][cost] for seed in shared_seeds]
+            cells.append(f"{median_ratio(first, other):.2f}")
+        print(f"| {' | '.join(cells)} |")
+
+    records = [
+        {"variant": group.name, "accuracy": accuracies, "costs": costs}
+        for group, accuracies, costs in zip(groups, last_accuracies, costs_by_seed, strict=True)
+    ]
+    print(json.dumps({"until": accuracy, "variants": records}))
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser("bench.sooner", "Compare how soon runs reach a held-out accuracy.")
     parser.add_argument(
         "runs",
-        nargs="+",
+        nargs="*",
         type=Path,
         metavar="RUN",
         help="a directory of a run, or of runs with different seeds (made by --seeds)",
     )
-    parser.add_argument("--line", type=float, required=True, help="the held-out accuracy to reach")
-    args = parser.parse_args(argv)
-    with exit_on_mistakes():
-        groups = seeds.load_seed_groups(args.runs)
+    parser.add_argument("--line", type=float, help="the held-out accuracy to reach")
+    parser.add_argument("--task", choices=tuple(TASKS), help="train the variants on this task")
+    parser.add_argument(
+        "--num-seeds", type=int, default=5, help="number of seeds of each variant (default: 5)"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", metavar="NAME", help="the variants to train (default: all but trl)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/sooner"),
+        help="directory for the trained runs (default: runs/sooner)",
+    )
+    return parser.parse_args(sys.argv[1:] if argv is None else argv)
 
-    ratio_headers = [f"{cost}, relative to the first" for cost in COMPARED_COSTS]
-    headers = [f"until {args.line:g}", *COSTS, *ratio_headers]
-    print(f"| {' | '.join(headers)} |")
-    print("|" + "---|" * len(headers))
-    tables = []
-    for group in groups:
-        costs_by_seed = {
-            run.settings["seed"]: costs_to_reach_accuracy(run, args.line) for run in group.runs
-        }
-        tables.append(pd.DataFrame(costs_by_seed, COSTS))
-    for group, costs in zip(groups, tables, strict=True):
-        ratios = (costs / tables[0]).dropna(axis=1)  # only seeds that both groups have
-        cells = [f"{value:,.0f}" for value in costs.median(axis=1)]
-        for cost in COMPARED_COSTS:
-            cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios.loc[cost]))
-        print(f"| {group.name} | {' | '.join(cells)} |")
+
+def choose_variants(task: Task, names: list[str] | None) -> dict[str, str]:
+    """The flags of the named variants, by name. Raises ValueError if a name is unknown."""
+    variants = list_variants(task)
+    if names is None:
+        return variants
+    variants[TRL] = ""
+    for name in names:
+        if name not in variants:
+            known = ", ".join(repr(variant) for variant in variants)
+            raise ValueError(f"--variants {name!r} is unknown; the variants are {known}")
+    if names[0] == TRL:
+        raise ValueError("--variants trl needs a run of another variant; name that variant first")
+    return {name: variants[name] for name in names}
+
+
+@guard_output()
+def main(argv: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if argv is None else argv
+    with exit_on_mistakes():
+        if arguments[:1] == ["--train-one"]:
+            train_one(Path(arguments[1]), arguments[2:])
+            return
+        args = parse_arguments(argv)
+        folders = args.runs
+        accuracy = args.line
+        if args.task:
+            task = TASKS[args.task]
+            variants = choose_variants(task, args.variants)
+            folders = train_missing_runs(task, variants, args.out / args.task, args.num_seeds)
+            accuracy = accuracy or task.accuracy
+        if not folders or accuracy is None:
+            raise ValueError("give a --task to train, or --line and the runs to compare")
+        print_table(seeds.load_seed_groups(folders), accuracy)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import SETTINGS
+from config import MemoryDependentSizes
 from disk.statistics import student_t_quantile
 from reporting import history
 from reporting.history import History
 from text.printable import escape_invisible
 
 # settings in which the runs of a group may differ: the seed, and settings that affect no result
-NOT_THE_SETTING = {"seed", "save_every", "report_to", "checkpoint_layers"}
-NOT_THE_SETTING |= {name for name, setting in SETTINGS.items() if setting.accepts_auto}
+NOT_THE_SETTING = {"seed", "save_every", "report_to", *MemoryDependentSizes._fields}
 MOST_DIFFERENCES = 10  # the most differences between two runs of the same seed that a line lists
 
 

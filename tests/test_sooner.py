@@ -1,32 +1,104 @@
-"""When runs reached a line, by what they recorded."""
+"""How soon runs reached an accuracy, from what they recorded."""
 
+import json
+import math
+
+import pytest
 import yaml
-from conftest import write_log
+from conftest import catch_message, write_log
 
 from bench import sooner
+from reporting import history, seeds
 
 
-def made(folder, accuracies):
-    """A run of ten steps with an evaluation after every second one."""
+def write_run(folder, accuracies, cpu_seconds=None, **settings):
+    """A run of ten steps with an evaluation after every second step."""
     folder.mkdir(parents=True)
-    settings = {"model": folder.parent.name, "batch": 2, "groups": 3, "seed": int(folder.name[-1])}
+    settings = {
+        "model": "demo",
+        "batch": 8,
+        "groups": 8,
+        "seed": int(folder.name[-1]),
+        **settings,
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    step = {"rollout/tok_s": 240.0, "rollout/s": 0.25, "step/s": 0.5}
-    write_log(folder / "metrics.jsonl", [{"step": number, **step} for number in range(1, 11)])
-    write_log(
-        folder / "eval.jsonl",
-        [{"step": 2 * n, "eval/accuracy": one} for n, one in enumerate(accuracies)],
-    )
-
-
-def test_a_run_reaches_a_line_where_two_evaluations_in_a_row_are_above_it(tmp_path, capsys):
-    made(tmp_path / "a/seed-0", [0.2, 0.9, 0.7, 0.8, 0.9, 0.7])
-    made(tmp_path / "a/seed-1", [0.2, 0.3, 0.4, 0.5, 0.8, 0.8])
-    made(tmp_path / "b/seed-1", [0.2, 0.8, 0.8, 0.8, 0.8, 0.8])
-    made(tmp_path / "c/seed-0", [0.2, 0.2, 0.2, 0.2, 0.2, 0.9])
-    sooner.main(["--line", "0.8", *(str(tmp_path / name) for name in "abc")])
-    assert [line.split(" | ", 1)[1] for line in capsys.readouterr().out.splitlines()[2:]] == [
-        "7 | 4 | 42 | 420 | 1.00, 1.00 | 1.00, 1.00 |",
-        "2 | 1 | 12 | 120 | 0.25 | 0.25 |",
-        "inf | inf | inf | inf | inf | inf |",
+    steps = [
+        {"step": number, "update/rows": 32, "sampling/signal_groups": 4} for number in range(1, 11)
     ]
+    write_log(folder / "metrics.jsonl", steps)
+    evaluations = [
+        {"step": 2 * number, "eval/accuracy": accuracy}
+        for number, accuracy in enumerate(accuracies)
+    ]
+    write_log(folder / "eval.jsonl", evaluations)
+    if cpu_seconds is not None:
+        (folder / sooner.CPU_SECONDS).write_text(json.dumps(cpu_seconds))
+
+
+def load(folder):
+    return history.load_history(folder)
+
+
+def test_a_run_reaches_an_accuracy_at_the_first_of_two_evaluations_above_it(tmp_path):
+    write_run(tmp_path / "a/seed-0", [0.2, 0.9, 0.7, 0.8, 0.9, 0.7], [0.5] * 10)
+    costs = sooner.costs_to_reach_accuracy(load(tmp_path / "a/seed-0"), 0.8)
+    assert (costs["steps"], costs["rows"], costs["cpu_s"]) == (6, 192, 3.0)
+    write_run(tmp_path / "b/seed-0", [0.2, 0.2, 0.2, 0.2, 0.2, 0.9])
+    costs = sooner.costs_to_reach_accuracy(load(tmp_path / "b/seed-0"), 0.8)
+    assert set(costs.values()) == {math.inf}
+
+
+def test_fewer_rows_and_fewer_layers_take_less_time_on_a_chip(tmp_path):
+    for name, layers in (("all", "auto"), ("half", 2)):
+        write_run(tmp_path / f"{name}/seed-0", [0.9] * 6, lora_layers=layers)
+    steps = load(tmp_path / "all/seed-0").steps
+    all_layers = sooner.estimate_seconds_on_chips(load(tmp_path / "all/seed-0"), steps)
+    half_layers = sooner.estimate_seconds_on_chips(load(tmp_path / "half/seed-0"), steps)
+    quarter_rows = sooner.estimate_seconds_on_chips(
+        load(tmp_path / "all/seed-0"), [step | {"update/rows": 8} for step in steps]
+    )
+    assert half_layers["M4"] < all_layers["M4"] and quarter_rows["M4"] < all_layers["M4"]
+    assert all_layers["M4 Max"] < all_layers["M4"]
+
+
+def test_the_table_compares_each_seed_with_the_same_seed_of_the_first_variant(tmp_path, capsys):
+    slow = [0.2, 0.3, 0.4, 0.8, 0.8, 0.8]
+    fast = [0.2, 0.8, 0.8, 0.8, 0.8, 0.9]
+    for seed in range(2):
+        write_run(tmp_path / f"slow/seed-{seed}", slow, [1.0 + seed] * 10)
+        write_run(tmp_path / f"fast/seed-{seed}", fast, [1.0 + seed] * 10, train_completions=4)
+    sooner.main(["--line", "0.8", str(tmp_path / "slow"), str(tmp_path / "fast")])
+    lines = capsys.readouterr().out.splitlines()
+    cells = [cell.strip() for cell in lines[3].strip("|").split("|")]
+    assert cells[:4] == ["fast", "2", "0.900", "+0.100 \u00b1 0.000"]
+    assert cells[4] == "2" and cells[9] == "0.33"
+    record = json.loads(lines[4])
+    assert record["variants"][1]["costs"]["1"]["cpu_s"] == 4.0
+
+
+def test_runs_with_another_number_of_trained_completions_are_another_setting(tmp_path):
+    write_run(tmp_path / "a/seed-0", [0.5] * 6)
+    write_run(tmp_path / "b/seed-1", [0.5] * 6, train_completions=4)
+    write_run(tmp_path / "c/seed-2", [0.5] * 6, epsilon_high=0.3)
+    write_run(tmp_path / "d/seed-3", [0.5] * 6, rollout_batch_size=16)
+    folders = [tmp_path / name for name in "abcd"]
+    groups = seeds.load_seed_groups([next(folder.iterdir()) for folder in folders])
+    assert sorted(len(group.runs) for group in groups) == [1, 1, 2]
+
+
+@pytest.mark.slow
+def test_missing_runs_are_trained_with_the_processor_seconds_of_their_steps(tmp_path, monkeypatch):
+    flags = "--task demo --steps 2 --batch 2 --groups 4 --eval-every 2 --eval-limit 8"
+    monkeypatch.setitem(sooner.TASKS, "demo", sooner.Task(flags, 0.0, 4))
+    arguments = ["--task", "demo", "--num-seeds", "1", "--out", str(tmp_path), "--variants"]
+    sooner.main([*arguments, "8 of 8", "8 of 8, half the layers"])
+    for name in ("8-of-8", "8-of-8-half-the-layers"):
+        cpu_file = tmp_path / "demo" / name / "seed-0" / sooner.CPU_SECONDS
+        seconds = json.loads(cpu_file.read_text())
+        assert len(seconds) == 2 and min(seconds) > 0
+
+
+def test_an_unknown_variant_is_refused_with_the_known_ones():
+    task = sooner.TASKS["demo"]
+    assert "'3 of 8'" in catch_message(lambda: sooner.choose_variants(task, ["3 of 8"]))
+    assert "trl" in catch_message(lambda: sooner.choose_variants(task, ["trl"]))

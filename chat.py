@@ -108,7 +108,11 @@ class ChatModel:
             messages = [*self.opening, message]
             if self.toolbox:
                 self.episodes = episodes.Episodes(
-                    self.toolbox, [{"prompt": messages}], [0], f"talk {self.seed}"
+                    self.toolbox,
+                    [{"prompt": messages}],
+                    [0],
+                    f"talk {self.seed}",
+                    is_evaluation=True,
                 )
                 return self.episodes.prompts[0]
             return chat_template.encode_chat(self.tokenizer, messages, thinking=self.thinking)
@@ -412,7 +416,9 @@ def play_episodes(
 ) -> None:
     """Samples an episode for each problem, and prints the episodes with their rewards."""
     groups = [0] * len(problems) if args.prompt else list(range(len(problems)))
-    playing = episodes.Episodes(toolbox, problems, groups, f"held out {args.seed}")
+    playing = episodes.Episodes(
+        toolbox, problems, groups, f"held out {args.seed}", is_evaluation=True
+    )
     rollout = sampler.rollout(
         model, playing.prompts, params, group_size=1, key=args.seed, episodes=playing
     )

@@ -68,6 +68,7 @@ def format_run_comparison(paths: list[str]) -> str:
 
     rows = [["", *(escape_invisible(run.name) for run in runs)]]
     rows += rows_of_differing_settings(runs)
+    rows += rows_of_differing_code(runs)
     facts = [headline_facts(run) for run in runs]
     fact_names: dict[str, None] = {}  # used as a set that keeps its order
     for run_facts in facts:
@@ -89,8 +90,22 @@ def rows_of_differing_settings(runs: list[History]) -> list[list[str]]:
         values = [escape_invisible(str(run.settings.get(key, "-"))) for run in runs]
         if len(set(values)) > 1:
             flag = f"--{escape_invisible(str(key)).replace('_', '-')}"
-            rows.append([flag, *(value[:MOST_CHARACTERS] for value in values)])
+            cut = [value[:MOST_CHARACTERS] for value in values]
+            if len(set(cut)) == 1:  # such as long paths that differ in the function's arguments
+                cut = [f"\u2026{value[1 - MOST_CHARACTERS :]}" for value in values]
+            rows.append([flag, *cut])
     return rows
+
+
+def rows_of_differing_code(runs: list[History]) -> list[list[str]]:
+    """Returns a row with the commit and the uncommitted changes of Gwen if these differ."""
+    versions = []
+    for run in runs:
+        version = str(run.env.get("commit") or "unknown")[:10]
+        if run.env.get("uncommitted_changes"):
+            version += f", changes {run.env['uncommitted_changes']}"
+        versions.append(escape_invisible(version))
+    return [["commit of Gwen", *versions]] if len(set(versions)) > 1 else []
 
 
 def format_warning_names(run: History) -> str:

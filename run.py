@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from mlx.utils import tree_flatten
 
 import gwen
@@ -31,7 +32,7 @@ from judging.grader import Grader
 from machine import alive, link, memory, world
 from machine.memory import BatchSize
 from prompts import chat_template
-from prompts.examples import Example, pick_evenly_spaced
+from prompts.examples import Example, copy_as_json, pick_evenly_spaced, shorten_value
 from prompts.held_out import warnings_of_few_held_out
 from reporting import health
 from reporting.console import print_line, print_warning
@@ -41,7 +42,7 @@ from step import objectives
 from step.loss import StepLoss
 from step.sample import Sample, sample_from_conversation
 from tasks import draws
-from tools import episodes
+from tools import environment_state, episodes
 from tools.toolbox import make_toolbox
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from step.teacher import Teacher
 
 T = TypeVar("T")
+# a user's function that changes the samples of a step before the update
+SamplesHook = Callable[[Any, list[Sample]], list[Sample]]
 # a run is saved for the first time after this many seconds, whatever --save-every is
 FIRST_SAVE = 300.0
 # The attributes of the learner that have another name in a checkpoint. The old name "rate" is still
@@ -73,6 +76,7 @@ class Run:
     custom = objectives.CustomObjective()  # a user's own loss and advantage functions
     judge: Grader | None = None
     teacher: "Teacher | None" = None
+    source_files: tuple[Path, ...] = ()  # the user's files with code, rubrics and prompts
     # the last logged step, and the learner's `num_changes` after that step
     boundary: tuple[int, int]
     saved_step: int = 0  # the step of the newest checkpoint
@@ -80,6 +84,10 @@ class Run:
 
     # the reduced token budget if memory ran out in an update, otherwise None
     least_budget: int | None = None
+    on_samples: SamplesHook | None = None  # see `apply_samples_hook`
+    # the result of `program_parts` when the run was trained last
+    saved_parts: dict[str, str] = {}  # noqa: RUF012  (never changed in place)
+    allow_changes: bool = False  # whether a resumed run may differ from before
     holds_lock: bool = False  # whether this process has locked the run directory
     clock_now = staticmethod(time.monotonic)
     _last_state: dict[str, Any] | None = None  # see `mark_step_as_complete`
@@ -232,6 +240,68 @@ class Run:
         has_paid_judge = self.judge is not None and self.judge.is_paid
         self.journal = Journal(self.config, self.dir, self.step, keep_scores=has_paid_judge)
 
+    def apply_samples_hook(self, samples: list[Sample]) -> list[Sample]:
+        """
+        The samples for the update: those of the step, or what the user's `on_samples` returns.
+
+        samples: all samples of the step, with their rewards and advantages. The hook may leave
+        samples out, change their advantages, or add samples of earlier steps. The logs describe
+        the samples that were generated. With several machines, the hook is called on each of them
+        and must return the same samples everywhere.
+
+        Raises ValueError if the hook fails or returns anything but a list of samples.
+        """
+        if self.on_samples is None:
+            return samples
+        label = "Trainer.on_samples"
+        try:
+            chosen = self.on_samples(self, list(samples))
+        except Exception as error:
+            reason = functions.describe_error_in_function(error, self.on_samples)
+            raise ValueError(f"{label} {reason}") from error
+        is_list = isinstance(chosen, list) and all(isinstance(row, Sample) for row in chosen)
+        if not is_list or not chosen:
+            raise ValueError(
+                f"{label} returned {shorten_value(chosen)}; return a list of at least one sample, "
+                "such as the list that it received"
+            )
+        for sample in chosen:
+            if not np.isfinite(sample.advantage).all():
+                raise ValueError(
+                    f"{label} returned a sample with the advantage {sample.advantage}; "
+                    "all advantages must be finite"
+                )
+        return chosen
+
+    def program_parts(self) -> dict[str, str]:
+        """The names of the objects that only a Python program can set, by their place."""
+        if self.on_samples is None:
+            return {}
+        return {"on_samples": functions.describe_function(self.on_samples)}
+
+    def prepare_to_train(self) -> None:
+        """
+        Called before the training loop begins or continues.
+
+        Raises ValueError if the run is resumed without an object with which it was trained before,
+        unless `allow_changes` is true.
+        """
+        current = self.program_parts()
+        for place, name in self.saved_parts.items():
+            if current.get(place) != name and not self.allow_changes:
+                raise ValueError(
+                    f"--resume {self.dir}: this run was trained with {name} as {place}, which is "
+                    f"missing; in Python, call Trainer.resume and set trainer.{place} before the "
+                    "first step; to continue without it, add --allow-changes "
+                    "(in Python, allow_changes=True)"
+                )
+        for place in self.saved_parts | current:
+            was = self.saved_parts.get(place, "not set")
+            name = current.get(place, "not set")
+            if name != was:
+                print_line(f"after step {self.step}: {place} is {name} (was {was})")
+        self.saved_parts = current
+
     # ---- evaluating and saving
 
     def evaluate(self) -> None:
@@ -276,12 +346,14 @@ class Run:
         """Whether the run can be saved, because nothing has changed since the last logged step."""
         return self.boundary == (self.step, self.learner.num_changes)
 
-    def mark_step_as_complete(self) -> None:
+    def mark_step_as_complete(self, figures: dict[str, Any] | None = None) -> None:
         """
         Marks the step as complete, so that the run can be saved.
 
         A run with adapters, which are small, keeps a copy of this state, and returns to it if the
         next step fails. A run that trains all weights returns to its newest checkpoint instead.
+
+        figures: the metrics of the step; None if no step was trained.
 
         Raises KeyboardInterrupt if Ctrl-C was pressed during the step.
         """
@@ -345,6 +417,8 @@ class Run:
             "least_budget": self.least_budget,
             "settings": self.config.to_flags(self.sizes),
             "sources": self.sources,
+            # the saved parts are still missing if the run was resumed, but not trained
+            "program_parts": self.saved_parts | self.program_parts(),
         }
 
     def checkpoint_state(self) -> checkpoint.State:
@@ -368,6 +442,7 @@ class Run:
         learner_state["loss_scale"] = update.LossScale(**extra["loss_scale"])
         self.learner.load_state(learner_state)
 
+        self.saved_parts = extra.get("program_parts", {})
         self.least_budget = extra.get("least_budget")
         token_budget = self.sizes.train_token_budget
         if self.least_budget:
@@ -400,6 +475,12 @@ class GrpoRun(Run):
     If the settings ask for them, the run also has a judge and a teacher.
     """
 
+    # the states of the environments after the last complete step
+    environment_states: environment_state.States
+    # the class attributes of environments without state; None after the warning about them
+    _class_values: dict[str, str] | None
+    _saved_prompts_state: Any = None  # the state of `prompts` in the checkpoint of a resumed run
+
     def __init__(self, config: Config, run_dir: Path):
         # the task is made before the model is loaded, because most mistakes are found in the task
         self.task = self._make_task(config, run_dir)
@@ -414,7 +495,11 @@ class GrpoRun(Run):
             config, self.task.tools, self.task.environments, self.tokenizer, self.model.config
         )
         self.sources |= digest_data_and_source_files(config, self.task)
+        self.source_files = tuple(list_source_files(config, self.task))
+        environment_state.set_first_states(self.task.environments)
         self._try_environments(examples)
+        environment_state.set_first_states(self.task.environments)
+        self._class_values = environment_state.describe_class_values(self.task.environments)
         if self._needs_second_model():
             end_tokens = config.sampling.end_tokens
             self.base, _ = gwen.load(config.model.name, end_tokens=end_tokens)
@@ -558,7 +643,11 @@ class GrpoRun(Run):
         self.journal.warn_once(self.step, health.RunWarning(finding_name, text))
 
     def evaluate(self) -> None:
-        """Evaluates the model on the held-out problems, and logs the result."""
+        """
+        Evaluates the model on the held-out problems, and logs the result.
+
+        The states of the environments are the same afterwards.
+        """
         params = score_task.EvalParams.from_config(
             self.config, batch_size=self.batch_size, toolbox=self.toolbox
         )
@@ -566,37 +655,100 @@ class GrpoRun(Run):
         reference = self.base
         if reference is None and has_adapters:
             reference = self.model
-        record, answers = score_task.evaluate_task(
-            functools.partial(score_task.answer_sampled_and_greedy, self.model, self.tokenizer),
-            self.task,
-            params,
-            grader=self.judge if self.task.verifier is None else None,
-            witness=self.witness,
-            reference=reference,
-        )
+        try:
+            record, answers = score_task.evaluate_task(
+                functools.partial(score_task.answer_sampled_and_greedy, self.model, self.tokenizer),
+                self.task,
+                params,
+                grader=self.judge if self.task.verifier is None else None,
+                witness=self.witness,
+                reference=reference,
+            )
+        finally:
+            environment_state.set_states(self.task.environments, self.environment_states)
         self.journal.write_evaluation(self.step, record, answers)
         self.journal.write_new_judge_scores(self.step, self.judge or self.witness)
 
-    def mark_step_as_complete(self) -> None:
+    @property
+    def prompts(self) -> draws.EpochPrompts:
+        """The object that draws the prompts of each step."""
+        return self._prompts
+
+    @prompts.setter
+    def prompts(self, prompts: draws.EpochPrompts) -> None:
+        """
+        Sets the object that draws the prompts, which may be a user's own.
+
+        In a resumed run, an object of the same class as before receives its saved state. Raises
+        ValueError if the object lacks a method.
+        """
+        for method in ("next_prompts", "commit", "state", "load_state"):
+            if not hasattr(prompts, method):
+                raise ValueError(
+                    f"run.prompts is an object of the class {type(prompts).__qualname__}, which "
+                    f"has no {method}; derive the class from tasks.draws.EpochPrompts"
+                )
+        self._prompts = prompts
+        name = self.program_parts().get("run.prompts")
+        is_same = name is not None and self.saved_parts.get("run.prompts") == name
+        if is_same and self._saved_prompts_state is not None:
+            prompts.load_state(self._saved_prompts_state)
+
+    def program_parts(self) -> dict[str, str]:
+        parts = super().program_parts()
+        if type(self.prompts) not in (draws.EpochPrompts, draws.EndlessPrompts):
+            parts["run.prompts"] = type(self.prompts).__qualname__
+        return parts
+
+    def prepare_to_train(self) -> None:
+        super().prepare_to_train()
+        self._saved_prompts_state = None
+        # an interrupted step or another run of this process may have changed the states
+        environment_state.set_states(self.task.environments, self.environment_states)
+
+    def mark_step_as_complete(self, figures: dict[str, Any] | None = None) -> None:
+        observe_step = getattr(self.prompts, "observe_step", None)
+        if figures is not None and observe_step is not None:
+            observe_step(figures)
         self.prompts.commit()
+        self.environment_states = environment_state.collect_states(self.task.environments)
         rewards.set_step_of_user_rewards(self.task.rewards, self.step, self.config.optimizer.steps)
-        super().mark_step_as_complete()
+        super().mark_step_as_complete(figures)
 
     def extra_checkpoint_values(self) -> dict[str, Any]:
         extra = super().extra_checkpoint_values()
         extra["rollout_batch_size"] = self.batch_size.rows
-        extra["prompts"] = self.prompts.state
+        state = self.prompts.state
+        if "run.prompts" in self.saved_parts.keys() - self.program_parts().keys():
+            state = self._saved_prompts_state  # resumed, but not trained
+        extra["prompts"] = copy_as_json("run.prompts.state is", state)
+        if self.environment_states:
+            extra["environments"] = self.environment_states
+        self._warn_of_lost_environment_state()
         return extra
+
+    def _warn_of_lost_environment_state(self) -> None:
+        """Warns once if an environment has changed class attributes that no checkpoint keeps."""
+        if self._class_values is None:
+            return
+        values = environment_state.describe_class_values(self.task.environments)
+        text = environment_state.warning_of_lost_state(self._class_values, values)
+        if text:
+            self._class_values = None
+            print_warning(f"WARNING: {text}")
 
     def restore_checkpoint_state(self, state: checkpoint.State) -> None:
         extra = state.extra
+        environment_state.set_states(self.task.environments, extra.get("environments", {}))
         super().restore_checkpoint_state(state)
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         examples_name = self.config.data.path or "task's examples"
         # with --allow-changes, the examples may have changed; then the run starts with the first
         # examples again
         if extra["sources"].get(examples_name) == self.sources[examples_name]:
-            self.prompts.load_state(extra["prompts"])
+            self._saved_prompts_state = extra["prompts"]
+            if "run.prompts" not in self.saved_parts:
+                self.prompts.load_state(extra["prompts"])
 
 
 class SftRun(Run):
@@ -691,17 +843,10 @@ def digest_data_and_source_files(config: Config, task: tasks.Task) -> dict[str, 
 
     A resumed run compares these digests with those in its checkpoint.
     """
-    objective = config.objective
-    environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
-    specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
-    specs += [objective.loss_type, objective.advantage]
-
     digests = {}
-    function_files = [functions.file_of_spec(spec) for spec in specs]
-    for name in [*function_files, objective.teacher_prompt, task.rubric, task.witness]:
-        if name and Path(name).is_file():
-            file = Path(name)
-            digests[str(file)] = checkpoint.digest_of_reprs(file.read_bytes())
+    for file in list_source_files(config, task):
+        digests[str(file)] = checkpoint.digest_of_reprs(file.read_bytes())
+    specs = list_function_specs(config)
     for spec in specs:  # functions that were defined in a notebook or program, and have no file
         text = functions.source_in_main_program(spec)
         if text:
@@ -713,3 +858,19 @@ def digest_data_and_source_files(config: Config, task: tasks.Task) -> dict[str, 
         mix, *task.train, "held out", *task.held_out
     )
     return digests
+
+
+def list_function_specs(config: Config) -> list[str]:
+    """The settings that may name functions or classes of the user."""
+    objective = config.objective
+    environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
+    specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
+    return [*specs, objective.loss_type, objective.advantage]
+
+
+def list_source_files(config: Config, task: tasks.Task) -> list[Path]:
+    """The user's files with functions, and the files of rubrics and of the teacher's prompt."""
+    function_files = [functions.file_of_spec(spec) for spec in list_function_specs(config)]
+    names = [*function_files, config.objective.teacher_prompt, task.rubric, task.witness]
+    files = [Path(name) for name in names if name]
+    return [file for file in dict.fromkeys(files) if file.is_file()]

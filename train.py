@@ -38,7 +38,7 @@ Axes: B prompts per step, G completions per prompt, N = B * G samples.
 
 import functools
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,11 @@ from flags import exit_with_error, message_with_advice
 from judging.grader import Judgement
 from machine import link
 from machine.output import guard_output
+from reporting.callbacks import CallbackCaller, check_callbacks, train_with_callbacks
 from reporting.journal import StepSamples
 from rewards import form
 from rewards.rewards import LoggedValues
-from run import GrpoRun, Run, SftRun
+from run import GrpoRun, Run, SamplesHook, SftRun
 from sampler import RolloutStats
 from settings.sources import parse_flags
 from step import generation, sample, scoring
@@ -87,7 +88,8 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
             collected = collect_samples(run)
         else:
             collected = StepSamples(run.replies_for_next_step())
-        update_on_samples = functools.partial(update_policy, run, collected.samples)
+        samples = run.apply_samples_hook(collected.samples)
+        update_on_samples = functools.partial(update_policy, run, samples)
         result = run.update_with_memory_retries(update_on_samples)
         run.step += 1
 
@@ -96,7 +98,9 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         peak_memory = mx.get_peak_memory()
         figures = run.journal.write_step(run.step, seconds, collected, result, peak_memory)
         run.journal.write_new_judge_scores(run.step, run.judge)
-        run.mark_step_as_complete()  # the run can be saved now, so a pending Ctrl-C takes effect
+        run.mark_step_as_complete(
+            figures
+        )  # the run can be saved now, so a pending Ctrl-C takes effect
         is_best = run.evaluate_if_due_and_check_for_best()
         if is_best or run.save_is_due():
             run.save()
@@ -236,22 +240,37 @@ class Trainer:
 
     config: Config
     dir: Path  # the run directory
+
+    # A function (run, samples) -> samples that changes the samples before each update; see
+    # `run.Run.apply_samples_hook`. A subclass may define it as a method instead.
+    on_samples: SamplesHook | None = None
+
     model: gwen.Model  # the model in its current state, including its adapters
 
-    def __init__(self, spec: trainer.RunSpec):
+    def __init__(self, spec: trainer.RunSpec, callbacks: Iterable[Any] = ()):
         """
         Makes the run that `spec` describes.
 
+        callbacks: see reporting/callbacks.py.
+
         Raises a one-line ValueError if the user made a mistake. A new run then leaves no directory.
         """
+        callbacks = check_callbacks(callbacks)
         self.run = trainer.open_run(spec)
+        self.callbacks = CallbackCaller(self.run, callbacks)
+        self.callbacks.call("on_init_end")
         self.config = self.run.config
         self.dir = self.run.dir
         self.model = self.run.model
 
     @classmethod
     def start(
-        cls, recipe: str | None = None, *, run_dir: str | None = None, **settings: Any
+        cls,
+        recipe: str | None = None,
+        *,
+        run_dir: str | None = None,
+        callbacks: Iterable[Any] = (),
+        **settings: Any,
     ) -> "Trainer":
         """
         Begins a new run. recipe: a YAML file of settings that replaces the task's recipe.
@@ -259,23 +278,31 @@ class Trainer:
         `data` and `eval_data` may each be a list of dictionaries, or a table from `datasets` or
         pandas. `reward` may be a function or a list of functions. `loss_type` and `advantage` may
         be functions. Define your functions at the top level of a notebook or module, so that a
-        resumed run can find them.
+        resumed run can find them. `callbacks` are objects with methods such as `on_step_end` (see
+        reporting/callbacks.py).
         """
         flags = trainer.flag_values_from_arguments(settings)
-        return cls(trainer.make_run_spec(flags, recipe, run_dir=run_dir))
+        return cls(trainer.make_run_spec(flags, recipe, run_dir=run_dir), callbacks)
 
     @classmethod
     def resume(
-        cls, run_dir: str | Path, *, allow_changes: bool = False, **settings: Any
+        cls,
+        run_dir: str | Path,
+        *,
+        allow_changes: bool = False,
+        callbacks: Iterable[Any] = (),
+        **settings: Any,
     ) -> "Trainer":
         """
         Continues a run from its last checkpoint.
+
+        A checkpoint does not contain callbacks, so pass them again.
 
         allow_changes: whether to continue although the run's data, rewards or files have changed.
         """
         flags = trainer.flag_values_from_arguments(settings)
         spec = trainer.make_run_spec(flags, resume=str(run_dir), allow_changes=allow_changes)
-        return cls(spec)
+        return cls(spec, callbacks)
 
     def steps(self, *, stop_if_hopeless: bool = False) -> Generator[dict[str, Any], None, None]:
         """
@@ -285,7 +312,14 @@ class Trainer:
         what to change, if the first steps of a long run give the model nothing to learn from. The
         check uses ordinary training steps, so it costs nothing.
         """
-        yield from trainer.run_steps(self.run, train, stop_if_hopeless=stop_if_hopeless)
+        self.run.on_samples = self.on_samples
+        steps = trainer.run_steps(self.run, train, stop_if_hopeless=stop_if_hopeless)
+        with trainer.exit_on_termination():
+            yield from train_with_callbacks(self.callbacks, steps)
+
+    def add_callback(self, callback: Any) -> None:
+        """Adds a callback, which is an object with methods such as `on_step_end`."""
+        self.callbacks.callbacks += check_callbacks([callback])
 
     def fit(self) -> "Trainer":
         """Trains to the last step."""
@@ -298,6 +332,30 @@ class Trainer:
     def save(self) -> None:
         """Saves a checkpoint and the adapter."""
         self.run.save()
+
+    def save_model(self, directory: str | Path) -> None:
+        """
+        Writes the current model to a directory that transformers, PEFT and TRL can load.
+
+        With adapters, the directory contains the adapter in PEFT format. With --lora-rank 0, it
+        contains the whole model. Files of the same names are replaced. For a merged model or a GGUF
+        file, use export.py.
+        """
+        trainer.save_model(self.run, Path(directory))
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool = True, commit_message: str = "End of training"
+    ) -> str | None:
+        """
+        Uploads what `save_model` writes to the hub. Returns the address of the repository.
+
+        repo_id: OWNER/NAME. The repository is created if it does not exist. private: whether a new
+        repository is private. With several machines, only the first one uploads, and the others
+        return None.
+        """
+        return trainer.push_to_hub(
+            self.run, repo_id, private=private, commit_message=commit_message
+        )
 
     def evaluate(self) -> dict[str, Any]:
         """

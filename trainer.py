@@ -16,13 +16,16 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gwen
+import lora
 import sampler
 from config import SETTINGS, Config
-from disk import checkpoint, model_choice, places, run_files
+from disk import checkpoint, model_card, model_choice, places, publish, run_files
 from flags import describe_os_error, flag_of, parse_setting
 from forecast import time_estimate, trial
 from machine import link, memory, world
@@ -163,6 +166,7 @@ def open_run(spec: RunSpec) -> GrpoRun | SftRun:
         gc.freeze()
     state = spec.state
     run = make_run(spec.config, Path(spec.path))
+    run.allow_changes = spec.allow_changes
     if state:
         run.restore_checkpoint_state(state)
         if "rollout_batch_size" in spec.flags:
@@ -181,6 +185,13 @@ def open_run(spec: RunSpec) -> GrpoRun | SftRun:
     run.dir = Path(world.compute_on_rank0(lambda: create_or_update_run_dir(run, spec)))
     run.holds_lock = True  # the lock is kept until the training loop ends
     run.open_logs_and_record_inputs()
+    only_here = functions.list_functions_of_this_program(run.config.to_flags())
+    if only_here:
+        print_line(
+            f"only this program can resume or evaluate the run, because only this program defines "
+            f"{', '.join(only_here)}; to do so from elsewhere, move the function to a file and "
+            "import it from there"
+        )
     num_trainable = sum(array.size for array in run.learner.trainable.values())
     print_line(f"run: {run.dir}, {num_trainable:,} trainable parameters")
     print_line(run.memory_line)
@@ -199,14 +210,17 @@ def create_or_update_run_dir(run: GrpoRun | SftRun, spec: RunSpec) -> str:
     settings_text = to_yaml(run.config, run.sizes)
     files = list_existing_files(run.config.to_flags())
     if not state:
-        return str(run_files.create_run_dir(settings_text, run.dir, spec.run_dir, files))
+        run_dir = run_files.create_run_dir(
+            settings_text, run.dir, spec.run_dir, files, run.source_files
+        )
+        return str(run_dir)
 
     checkpoint.refuse_or_report_changes(run.dir, state, run.sources, spec.allow_changes)
     for name, value in run.config.to_flags(run.sizes).items():
         old_value = state.extra["settings"].get(name, value)
         if value != old_value:
             print_line(f"after step {state.step}: {flag_of(name)} {value} (was {old_value!r})")
-    run_files.write_settings(settings_text, run.dir, files)
+    run_files.write_settings(settings_text, run.dir, files, run.source_files, state.step)
     return str(run.dir)
 
 
@@ -225,6 +239,7 @@ def run_steps(
         run_files.lock_run_dir(run.dir)
     first_steps: list[dict[str, Any]] = []
     try:
+        run.prepare_to_train()
         with guard_output(is_log=True), with_live_display(run), save_on_interrupt_or_error(run):
             for figures in loop(run):
                 yield figures
@@ -300,6 +315,57 @@ def sample_completions(
     rollout = sampler.rollout(run.model, prompt_ids, params, group_size=n, key=settings.seed)
     texts = sampler.decode_texts(run.tokenizer, rollout, run.model.config.end_ids)
     return [texts[first : first + n] for first in range(0, len(texts), n)]
+
+
+def save_model(run: GrpoRun | SftRun, directory: Path) -> None:
+    """
+    Writes the trained model (see `Trainer.save_model`). Only rank 0 writes files.
+
+    All files are written elsewhere first, so that an error leaves no incomplete model.
+    """
+    if not world.is_first():
+        return
+    name = run.config.model.name
+    with publish.make_scratch_directory(directory) as scratch:
+        result = Path(scratch) / "result"
+        if run.config.model.lora_rank:
+            adapter = Path(scratch) / "adapter"
+            lora.save_adapter_or_full_weights(run.model, adapter, name)
+            publish.write_peft_files(adapter, result, name, run.tokenizer, run.dir, run.step)
+            content = f"an adapter for {name} in PEFT format"
+        else:
+            gwen.save(run.model, result, run.tokenizer)
+            publish.write_model_card(result, run.dir, run.step, "transformers")
+            content = "the whole model"
+        publish.move_files_into(result, directory)
+    print_line(f"{directory}: {content}, after step {run.step}")
+
+
+def push_to_hub(
+    run: GrpoRun | SftRun, repo_id: str, *, private: bool, commit_message: str
+) -> str | None:
+    """
+    Uploads the trained model, and returns its address (see `Trainer.push_to_hub`).
+
+    Only rank 0 uploads, and other ranks return None.
+    """
+    name = run.config.model.name
+    is_on_hub = model_card.publishable_name(name) == name and "/" in name
+    if run.config.model.lora_rank and not is_on_hub:
+        raise ValueError(
+            f"push_to_hub: the base model {name} is not on the hub, so nobody could load the "
+            "adapter; merge both with export.py --fuse, and upload the result with hf upload"
+        )
+    if not world.is_first():
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        save_model(run, folder)
+        address = publish.upload_to_hub(
+            folder, repo_id, private=private, commit_message=commit_message
+        )
+    print_line(f"uploaded to {address}")
+    return address
 
 
 # ---- showing and stopping a run
@@ -382,6 +448,23 @@ def save_on_interrupt_or_error(run: Any) -> Iterator[None]:
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def exit_on_termination() -> Iterator[None]:
+    """
+    Inside the `with` block, a signal such as SIGTERM ends the program without a traceback.
+
+    The run has been saved and has printed how to continue. The exit status is 128 plus the number
+    of the signal, as in a shell. Ctrl-C still raises KeyboardInterrupt.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if not interrupt.args:
+            raise
+        number = signal.Signals[str(interrupt.args[0])]
+        raise SystemExit(128 + number) from None
 
 
 def save_and_describe_stop(run: Any, error: BaseException) -> str:

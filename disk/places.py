@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from text.documents import read_json
+from text.function_specs import split_off_arguments
 from text.printable import escape_invisible
 
 LARGE = 2**28  # bytes; the digest of a larger file covers only the file's size, beginning and end
@@ -36,11 +37,14 @@ def replace_paths(text: str, find: Callable[[str], str | None]) -> str:
     A path for which `find` returns None is not changed.
 
     text: one path or several, separated by commas. A path may follow a name and `=`, and it may be
-        followed by `:` and the name of a function or a split.
+        followed by `:` and the name of a function or a split. Arguments of the function are kept.
     """
     replacement = find(text)
     if replacement is not None:
         return replacement
+    text, arguments = split_off_arguments(text)
+    if arguments:
+        return replace_paths(text, find) + arguments
     if "," in text:
         return ",".join(replace_paths(part, find) for part in text.split(","))
     if "=" in text:

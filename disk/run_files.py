@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator
@@ -22,7 +23,7 @@ from typing import Any
 
 import cpu_blas  # before mlx
 
-from disk import places
+from disk import code_record, places
 from disk.files import load_json_object
 from flags import Parser, add_path_to_os_errors, explain_missing_run
 from machine import versions
@@ -277,7 +278,11 @@ def _explain_taken_directory(path: Path) -> str:
 
 
 def create_run_dir(
-    settings: str, chosen: Path, requested: str | None, files: Iterable[str] = ()
+    settings: str,
+    chosen: Path,
+    requested: str | None,
+    files: Iterable[str] = (),
+    code_files: Iterable[Path] = (),
 ) -> Path:
     """
     Create and lock the directory of a new run, write the settings there, and return the directory.
@@ -286,13 +291,15 @@ def create_run_dir(
     chosen: the result of `choose_run_dir`.
     requested: the value of --run-dir, or None.
     files: the paths that the settings name.
+    code_files: those of the user's files that contain code, rubrics or prompts.
 
     Raises ValueError if the requested directory is in use or cannot be written.
     """
     path = _create_and_lock_dir(chosen, requested)
     try:
-        write_settings(settings, path, files)
+        write_settings(settings, path, files, code_files)
     except (ValueError, KeyboardInterrupt):
+        shutil.rmtree(path / "code", ignore_errors=True)
         (path / "config.yaml").unlink(missing_ok=True)  # so that the directory can be used again
         raise
     return path
@@ -322,21 +329,33 @@ def read_start_date(run_dir: Path) -> str:
     return str(load_json_object(file).get("begun", today)) if file.is_file() else today
 
 
-def write_settings(settings: str, run_dir: Path, files: Iterable[str] = ()) -> None:
+def write_settings(
+    settings: str,
+    run_dir: Path,
+    files: Iterable[str] = (),
+    code_files: Iterable[Path] = (),
+    step: int = 0,
+) -> None:
     """
     Write `config.yaml`, with the settings of a run, and `env.json`, with facts on the machine.
 
+    Also keeps the run's code in `code/`; see disk/code_record.py.
+
     settings: the settings as YAML.
     files: the paths that the settings name, which are recorded in `env.json`.
+    code_files: those of the user's files that contain code, rubrics or prompts.
+    step: the step at which the run starts or resumes.
 
     Raises ValueError if a file cannot be written.
     """
     environment = versions.collect_environment_facts(cpu_blas.description)
+    environment["uncommitted_changes"] = code_record.digest_of_uncommitted_changes()
     environment["begun"] = read_start_date(run_dir)
     environment["places"] = places.make_path_record(files, run_dir)
     try:
         replace_text(run_dir / "config.yaml", settings)
         replace_text(run_dir / "env.json", json.dumps(environment, indent=2) + "\n")
+        code_record.keep_code(run_dir, code_files, step)
     except OSError as error:
         raise ValueError(_explain_unwritable_directory(run_dir, error)) from error
 

@@ -326,6 +326,7 @@ def answer_sampled_and_greedy(
             batch_size=batch_size,
             toolbox=params.toolbox,
             seed="held out",
+            is_evaluation=True,
         )
         return samples
 

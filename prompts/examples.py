@@ -85,3 +85,19 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(name, list(choices), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+def copy_as_json(label: str, value: Any) -> Any:
+    """
+    A copy of a value that a checkpoint can store, made by writing the value as JSON.
+
+    label: the beginning of the error message, such as "get_state returned". Raises ValueError if
+    JSON cannot express the value.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{label} {shorten_value(value)}, which JSON cannot express ({format_error(error)}); "
+            "use numbers, texts, lists and dictionaries"
+        ) from error

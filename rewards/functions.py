@@ -2,11 +2,15 @@
 Imports users' functions and classes from FILE.py:function or MODULE:function, and finds the lines
 that raise errors in them.
 
+A specification may end with arguments, as in FILE.py:function(weight=0.5). Then the function is
+called with these arguments in addition to its usual ones, as by `functools.partial`.
+
 This file does not cover the use of these functions as rewards (rewards/rewards.py), tools,
 environments, losses or advantages.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from prompts.examples import did_you_mean, format_error
+from text.function_specs import format_arguments, parse_arguments, split_off_arguments
 
 # The name of a module for functions that a program passes in and that have no global name.
 NAMELESS = "functions_of_a_program"
@@ -33,7 +38,8 @@ _modules: dict[tuple[Path, bytes], ModuleType] = {}
 
 def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
     """The name and the function for a specification; see `load_functions`."""
-    if not spec.rpartition(":")[2].isidentifier():
+    without_arguments, _ = split_off_arguments(spec)
+    if not without_arguments.rpartition(":")[2].isidentifier():
         raise ValueError(f"{flag} is {spec!r}, but should be FILE.py:function{hint}")
     functions = load_functions(flag, spec, hint)
     ((name, function),) = functions.items()
@@ -48,7 +54,7 @@ def load_functions(
 
     spec: FILE.py:function,function or MODULE:function. A file is executed with its own directory on
     Python's search path. A module is imported; the module `__main__` is the caller's program or
-    notebook.
+    notebook. If there is only one function, arguments for it may follow in parentheses.
 
     flag: the command-line flag with the specification, for error messages.
     hint: a description of other values that the flag accepts, for error messages.
@@ -57,7 +63,8 @@ def load_functions(
     Raises ValueError if the file, one of the names or an imported module is missing, or if a name
     does not belong to a function or a class, as `kind` requires.
     """
-    file, colon, joined_names = spec.rpartition(":")
+    without_arguments, arguments = split_off_arguments(spec)
+    file, colon, joined_names = without_arguments.rpartition(":")
     names = joined_names.split(",")
     if not colon or not file or not all(name.isidentifier() for name in names):
         raise ValueError(f"{flag} is {spec!r}, but should be FILE.py:{kind}{hint}")
@@ -74,7 +81,30 @@ def load_functions(
                 f"{flag} {spec}: {name} is an object of type {type(value).__name__}, not a {kind}"
             )
         functions[name] = value
+    if arguments:
+        functions[name] = _bind_arguments(f"{flag} {spec}", name, functions[name], arguments)
     return functions
+
+
+def _bind_arguments(
+    flag_and_spec: str, name: str, function: Callable[..., Any], arguments: str
+) -> Callable[..., Any]:
+    """
+    The function with the arguments of its specification, such as `(weight=0.5)`.
+
+    Raises ValueError if the arguments cannot be read, or if the function does not accept them.
+    """
+    try:
+        positional, by_name = parse_arguments(arguments)
+        if inspect.isclass(function):
+            raise TypeError("a class gets no arguments")
+        inspect.signature(function).bind_partial(*positional, **by_name)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{flag_and_spec}: {error}") from error
+    bound = functools.partial(function, *positional, **by_name)
+    # messages about the function name its module
+    vars(bound).update(__module__=function.__module__, __name__=name, __qualname__=name)
+    return bound
 
 
 def _explain_missing_name(module: Any, file: str, name: str, kind: str) -> str:
@@ -152,9 +182,17 @@ def spec_of_function(fn: Callable[..., Any]) -> str:
     """
     The specification FILE.py:function or MODULE:function with which `load_function` loads `fn`.
 
+    The arguments of a `functools.partial` are part of the specification if they are literals.
     A function without a global name is stored in the module `NAMELESS`, which exists only in this
     process.
     """
+    if isinstance(fn, functools.partial):
+        arguments = format_arguments(fn)
+        if arguments is None:
+            name = getattr(fn.func, "__name__", "partial")
+            return f"{NAMELESS}:{_store_nameless(fn, name)}"
+        return spec_of_function(fn.func) + arguments
+
     module_name = getattr(fn, "__module__", "")
     name = getattr(fn, "__qualname__", type(fn).__name__)
     module = sys.modules.get(module_name)
@@ -180,10 +218,28 @@ def _store_nameless(fn: Callable[..., Any], name: str) -> str:
     return name
 
 
+def describe_function(fn: Callable[..., Any]) -> str:
+    """The name of a function or of a callable object, with the arguments of a partial function."""
+    if isinstance(fn, functools.partial):
+        return describe_function(fn.func) + (format_arguments(fn) or "(...)")
+    return getattr(fn, "__qualname__", type(fn).__qualname__)
+
+
 def mentions_functions_of_this_program(settings: dict[str, Any]) -> bool:
     """Whether any setting names a function that exists only in the program that started the run."""
     text = str(settings)
     return f"{NAMELESS}:" in text or "'__main__:" in text
+
+
+def list_functions_of_this_program(settings: dict[str, Any]) -> list[str]:
+    """The names of those functions that exist only in the program that started the run."""
+    names = []
+    for value in settings.values():
+        for spec in value if isinstance(value, list) else [value]:
+            module, _, name = split_off_arguments(str(spec))[0].rpartition(":")
+            if module in (NAMELESS, "__main__"):
+                names.append(name)
+    return list(dict.fromkeys(names))
 
 
 def file_of_spec(spec: str) -> str:
@@ -193,7 +249,7 @@ def file_of_spec(spec: str) -> str:
     If no such file is known, as for the module `__main__`, the result is the part of `spec` before
     the colon.
     """
-    name = spec.rpartition(":")[0]
+    name = split_off_arguments(spec)[0].rpartition(":")[0]
     if name == "__main__":
         return name
     return getattr(sys.modules.get(name), "__file__", None) or name
@@ -207,7 +263,7 @@ def source_in_main_program(spec: str) -> str:
     functions.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
-        name = spec.partition("__main__:")[2]
+        name = split_off_arguments(spec)[0].partition("__main__:")[2]
         return inspect.getsource(getattr(sys.modules["__main__"], name))
     return ""
 
@@ -223,6 +279,8 @@ def describe_error_in_function(error: BaseException, fn: Callable[..., Any]) -> 
 
 def file_and_line_suffix(fn: Callable[..., Any]) -> str:
     """The suffix " (FILE:LINE)" for a function; "" for callable objects that are no functions."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     code = getattr(inspect.unwrap(fn), "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 

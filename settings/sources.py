@@ -23,6 +23,7 @@ from settings.checks import check_settings
 from text.commands import command_prefix
 from text.documents import load_yaml
 from text.foreign_names import suggest_name
+from text.function_specs import split_off_arguments
 from text.printable import escape_invisible
 
 # Flags of train.py that are not settings and cannot be in a recipe. Each has a name for its value
@@ -182,6 +183,7 @@ def find_missing_files(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _split_paths(value: str) -> Iterator[str]:
     """Yield the paths in the value of a setting, without `NAME=` before and `:function` after."""
+    value, _ = split_off_arguments(value)
     parts = [value] if os.path.exists(value) else value.split(",")
     for part in parts:
         path = part if os.path.isabs(part) else part.rpartition("=")[2]

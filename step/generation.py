@@ -36,6 +36,7 @@ def generate_completions(
     batch_size: memory.BatchSize,
     toolbox: Toolbox | None = None,
     seed: str = "",
+    is_evaluation: bool = False,
     weights: Mapping[str, float] = EMPTY,
 ) -> tuple[list[Sample], sampler.RolloutStats]:
     """
@@ -45,8 +46,8 @@ def generate_completions(
 
     key: all random numbers depend only on this key and on the row, so pass a new key for each
     rollout. batch_size: see `sampler.rollout`. toolbox: the tools and environments that the policy
-    may call. seed: the seed of the environments. weights: the weights of the rewards that the
-    environments give.
+    may call. seed: the seed of the environments. is_evaluation: see `Episodes`. weights: the
+    weights of the rewards that the environments give.
 
     Raises ValueError, which names the prompt, if a log-probability is not finite.
     """
@@ -54,7 +55,7 @@ def generate_completions(
     if toolbox:
         examples = [sample.example for sample in samples]
         groups = [sample.group for sample in samples]
-        episodes = Episodes(toolbox, examples, groups, seed)
+        episodes = Episodes(toolbox, examples, groups, seed, is_evaluation=is_evaluation)
         samples = [
             sample._replace(example=example, prompt=prompt)
             for sample, example, prompt in zip(

@@ -27,6 +27,9 @@ class EpochPrompts:
     """
     Draws prompts from the training data, which is shuffled anew in each epoch.
 
+    A curriculum of your own is a subclass, which you set as `trainer.run.prompts` before the first
+    step. It may override every method.
+
     state: the state after the last finished step, as JSON for checkpoints.
     """
 
@@ -47,6 +50,14 @@ class EpochPrompts:
         indices = epoch_indices(len(self.train), sampling.batch, draw_number, sampling.seed)
         examples = [self.train[index] for index in indices]
         return examples, [self.prompt_ids[index] for index in indices]
+
+    def observe_step(self, figures: dict[str, Any]) -> None:
+        """
+        Receives the metrics of a finished step, before `commit`.
+
+        figures: the metrics, named as in `metrics.jsonl`. With several machines, each machine
+        receives its own times, so draw prompts only from other metrics.
+        """
 
     def commit(self) -> None:
         """Marks the end of a step, after which the state may go into a checkpoint."""

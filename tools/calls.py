@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from prompts import chat_template
 from prompts.examples import did_you_mean, format_error, shorten_value
+from tools.environment_state import STATE_METHODS, has_state
 
 Tool = Callable[..., Any]
 # the tool's name -> the tool's schema, in the format that chat templates expect
@@ -71,8 +72,8 @@ def make_tool_schemas(flag: str, tools: Mapping[str, Tool]) -> Schemas:
 
 def make_environment_schemas(environment_class: type) -> Schemas:
     """
-    The schemas of an environment's tools, which are its public methods except `reset` and
-    `get_reward`.
+    The schemas of an environment's tools, which are its public methods except `reset`, `get_reward`
+    and the class methods `get_state` and `set_state`.
 
     Raises ValueError if the environment has no method `reset`.
     """
@@ -81,9 +82,12 @@ def make_environment_schemas(environment_class: type) -> Schemas:
             f"--env: {environment_class.__name__} has no method reset, which begins an episode; "
             f"add it"
         )
+    not_tools = {"reset", "get_reward"}
+    if has_state(environment_class):
+        not_tools.update(STATE_METHODS)
     tools = {}
     for name, _ in inspect.getmembers(environment_class, inspect.isroutine):
-        if name.startswith("_") or name in ("reset", "get_reward"):
+        if name.startswith("_") or name in not_tools:
             continue
         tools[name] = getattr(environment_class, name)
         method = inspect.getattr_static(environment_class, name)

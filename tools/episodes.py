@@ -152,9 +152,20 @@ class Episodes:
     one of these rows is reset.
     """
 
-    def __init__(self, box: Toolbox, examples: list[Example], groups: Sequence[int], seed: str):
+    def __init__(
+        self,
+        box: Toolbox,
+        examples: list[Example],
+        groups: Sequence[int],
+        seed: str,
+        *,
+        is_evaluation: bool = False,
+    ):
         """
         Makes and resets all environments, and encodes the prompts.
+
+        is_evaluation: whether the episodes are played for an evaluation and not for training. Each
+        environment finds this value in its attribute `is_evaluation`.
 
         Raises ValueError if an environment is unknown, if a reset fails, or if the resets of one
         group's rows return different texts.
@@ -163,6 +174,7 @@ class Episodes:
         self.examples = examples
         self.groups = groups
         self.seed = seed
+        self.is_evaluation = is_evaluation
         self.wait_s = 0.0  # how many seconds the sampler has waited for tools
         self.context = box.context  # the maximum number of tokens in a row
         self.under_way = set[int]()  # rows whose newest turn has no reply yet
@@ -219,6 +231,7 @@ class Episodes:
             for key, value in self.examples[row].items()
             if key != "environment" or not episode.environment
         }
+        episode.worker.instance.is_evaluation = self.is_evaluation
         label = f"{episode.message_prefix} reset"
         with seed_random_temporarily(f"{self.seed} {self.groups[row]}"):
             reset = functools.partial(episode.worker.instance.reset, **columns)

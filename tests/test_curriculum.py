@@ -1,0 +1,105 @@
+"""A curriculum of a program's own: it sees the figures of each step, and a resume goes on with it."""
+
+import re
+
+import pytest
+from conftest import ROOT, catch_message, run_command
+
+from disk import checkpoint
+from tasks.draws import EpochPrompts
+from train import Trainer
+
+SMALL = dict(
+    model="demo",
+    task="demo",
+    batch=2,
+    groups=2,
+    max_tokens=4,
+    eval_every=0,
+    reward_weights={"rubric": 0},
+)
+
+
+class Harder(EpochPrompts):
+    """Draws from the first `num` prompts, which become more with each step."""
+
+    def __init__(self, prompts):
+        super().__init__(prompts.config, prompts.train, prompts.prompt_ids)
+        self.num = 2
+        self.seen = []
+        self.commit()
+
+    def next_prompts(self, draw_number):
+        return self.train[self.num - 2 : self.num], self.prompt_ids[self.num - 2 : self.num]
+
+    def observe_step(self, figures):
+        self.seen.append((figures["step"], figures["reward/mean"] is not None))
+        self.num += 1
+
+    def commit(self):
+        self.state = {"num": self.num}
+
+    def load_state(self, state):
+        self.num = state["num"]
+        self.commit()
+
+
+def start(tmp_path, steps=2):
+    trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=steps, **SMALL)
+    trainer.run.prompts = Harder(trainer.run.prompts)
+    return trainer
+
+
+def test_a_curriculum_sees_the_figures_of_each_step_and_goes_on_after_a_resume(tmp_path, capsys):
+    trainer = start(tmp_path)
+    trainer.fit()
+    assert trainer.run.prompts.seen == [(1, True), (2, True)]
+    assert "run.prompts is Harder (was not set)" in capsys.readouterr().out
+    extra = checkpoint.load(tmp_path / "run").extra
+    assert extra["prompts"] == {"num": 4}
+
+    resumed = Trainer.resume(tmp_path / "run", steps=3)
+    resumed.save()  # a save before the curriculum is set loses nothing
+    assert checkpoint.load(tmp_path / "run").extra["prompts"] == {"num": 4}
+    resumed.run.prompts = Harder(resumed.run.prompts)
+    assert resumed.run.prompts.num == 4
+    resumed.fit()
+    assert resumed.run.prompts.num == 5 and "was Harder" not in capsys.readouterr().out
+
+
+def test_a_resume_without_the_curriculum_is_refused(tmp_path, capsys):
+    start(tmp_path).fit()
+    resumed = Trainer.resume(tmp_path / "run", steps=3)
+    message = catch_message(lambda: list(resumed.steps()))
+    assert "was trained with Harder as run.prompts" in message and "\n" not in message
+    assert resumed.run.step == 2
+
+    run = tmp_path / "run"
+    done = run_command(ROOT / "train.py", "--resume", run, "--steps", "3", cwd=tmp_path)
+    assert done.returncode == 2 and "was trained with Harder as run.prompts" in done.stderr
+
+    allowed = Trainer.resume(run, steps=3, allow_changes=True)
+    allowed.fit()
+    assert "run.prompts is not set (was Harder)" in capsys.readouterr().out
+
+
+def test_a_state_that_json_cannot_express_and_a_missing_method_are_refused(tmp_path):
+    trainer = start(tmp_path)
+    message = catch_message(setattr, trainer.run, "prompts", object())
+    assert "class object, which has no next_prompts" in message
+    trainer.run.prompts.commit = lambda: setattr(trainer.run.prompts, "state", {"a": {1}})
+    message = catch_message(trainer.fit)
+    assert "run.prompts.state is {'a': {1}}, which JSON cannot express" in message
+
+
+@pytest.mark.slow
+def test_the_curriculum_of_the_page_trains(tmp_path):
+    text = (ROOT / "docs" / "runs.md").read_text("utf-8")
+    [shown] = [
+        code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Ease" in code
+    ]
+    names = {"Trainer": lambda: None}
+    exec(shown.partition("\ntrainer = ")[0], names)
+    trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=2, **SMALL)
+    trainer.run.prompts = names["EaseIn"](trainer.run.prompts)
+    trainer.fit()

@@ -250,6 +250,13 @@ class ObjectiveSettings:
         low=0,
         first=True,
     )
+    entropy_coef: float = setting(
+        0.0,
+        "weight of the entropy bonus: this value times the entropy of the next-token distribution "
+        "is subtracted from the loss of each token, so that answers stay varied; try 0.001 to "
+        "0.01. 0: no bonus",
+        low=0,
+    )
     train_completions: int | None = setting(
         None,
         "completions per prompt that the update trains: those whose rewards have the largest "

@@ -49,6 +49,7 @@ class Objective(NamedTuple):
     # the value of epsilon.
     epsilon_high: float | None = None
     beta: float = 0.0  # weight of the KL term
+    entropy_coef: float = 0.0  # weight of the entropy bonus
     max_tokens: int | None = None  # the number of tokens per row by which dr_grpo divides
 
     @property
@@ -80,7 +81,10 @@ class Tokens(NamedTuple):
     # (M, 1): the number of tokens that each token represents in statistics; above 1 only if the
     # advantage is 0
     weights: mx.array | None = None
-    entropies: mx.array | None = None  # entropies of the policy, in nats, without a gradient
+
+    # Entropies of the policy, in nats, with a gradient. A loss that only weights tokens by their
+    # entropies must call mx.stop_gradient on them.
+    entropies: mx.array | None = None
 
     # log-probabilities recorded by the sampler, in nats; None for given replies
     sampled_logprobs: mx.array | None = None
@@ -440,7 +444,9 @@ def _num_step_rows(tokens: Tokens) -> float:
 
 def zero_and_detach_outside_mask(tokens: Tokens) -> Tokens:
     """
-    The tokens with all values at padding set to 0. Only `logprobs` keeps its gradient.
+    The tokens with all values at padding set to 0. Only policy values keep their gradients.
+
+    The policy values are `logprobs` and `entropies`.
 
     Values at padding are arbitrary. If the exponential of such a value were inf, inf * 0 would be
     nan. The advantages are returned as (M, T) or (M, 1).
@@ -457,11 +463,14 @@ def zero_and_detach_outside_mask(tokens: Tokens) -> Tokens:
     advantages = tokens.advantages
     if advantages.ndim == 1:
         advantages = advantages[:, None]
+    entropies = tokens.entropies
+    if entropies is not None:
+        entropies = mx.where(tokens.mask > 0, entropies, 0.0)
     return tokens._replace(
         logprobs=mx.where(tokens.mask > 0, tokens.logprobs, 0.0),
         old_logprobs=zero_column_and_detach(tokens.old_logprobs),
         ref_logprobs=zero_optional_column_and_detach(tokens.ref_logprobs),
-        entropies=zero_optional_column_and_detach(tokens.entropies),
+        entropies=entropies,
         sampled_logprobs=zero_optional_column_and_detach(tokens.sampled_logprobs),
         advantages=mx.stop_gradient(advantages),
     )
@@ -472,7 +481,7 @@ def make_policy_loss(
     average: Callable[[mx.array, Tokens, Objective], mx.array],
 ) -> LossFunction:
     """
-    Returns a loss function that averages term + beta * KL over the counted tokens.
+    Returns a loss function that averages term + beta * KL - entropy_coef * entropy over the tokens.
 
     term: a function of the ratio, the tokens and the objective. The tokens that are passed to this
     function have the value 0 at padding, and their advantages are (M, T) or (M, 1).
@@ -482,7 +491,7 @@ def make_policy_loss(
     """
 
     def policy_loss(tokens: Tokens, objective: Objective) -> Loss:
-        """The average of term + beta * KL over the tokens, and the sums for statistics."""
+        """The average loss of the counted tokens, and the sums for statistics."""
         tokens = zero_and_detach_outside_mask(tokens)
         level = objective.importance_sampling_level
         ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs, tokens.mask, level)
@@ -496,6 +505,9 @@ def make_policy_loss(
             kl = kl_term(tokens.logprobs, tokens.ref_logprobs)
             per_token = per_token + objective.beta * kl
             sums["kl"] = (kl * counts).sum()
+        if objective.entropy_coef:
+            assert tokens.entropies is not None, "the entropy bonus needs entropies"
+            per_token = per_token - objective.entropy_coef * tokens.entropies
         return Loss(average(per_token, tokens, objective), sums)
 
     return policy_loss

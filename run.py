@@ -488,7 +488,7 @@ class GrpoRun(Run):
         self.custom = objectives.load_and_try_custom_objective(config)
         examples = self.task.train or self.task.held_out
         self.shared_messages, _ = chat_template.shared_opening_and_num_systems(examples)
-        print_lines([*self.task.notes, *surprises])
+        print_lines([*self.task.notes, *surprises, *self.custom.notes])
 
         super().__init__(config, run_dir)
         self.toolbox = make_toolbox(

@@ -98,9 +98,8 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         peak_memory = mx.get_peak_memory()
         figures = run.journal.write_step(run.step, seconds, collected, result, peak_memory)
         run.journal.write_new_judge_scores(run.step, run.judge)
-        run.mark_step_as_complete(
-            figures
-        )  # the run can be saved now, so a pending Ctrl-C takes effect
+        # from here on the run can be saved, so a pending Ctrl-C takes effect
+        run.mark_step_as_complete(figures)
         is_best = run.evaluate_if_due_and_check_for_best()
         if is_best or run.save_is_due():
             run.save()

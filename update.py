@@ -24,7 +24,7 @@ from layers import lm_head
 from machine import alive, gpu, kernels, world
 from step import trust_region
 from step.batch import Batch, padding_fraction
-from step.loss import MEASURED, BatchLoss, StepLoss, UpdateResult
+from step.loss import LOSS_PREFIX, MEASURED, BatchLoss, StepLoss, UpdateResult
 from step.trust_region import LEAST_SHARE, MOST_TRIES, SLACK, BoundedStep, MasterWeights
 
 MAX_GRAD_NORM = 1.0  # a gradient with a larger norm is scaled down to this norm
@@ -263,8 +263,13 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
     learner.num_forwards = 0
     num_counted_tokens = round(batches[0].num_counted_tokens * num_mini_batches)
     grad_norms = [stats["grad_norm"] for stats in step_stats if "grad_norm" in stats]
-    for name in means.keys() & step_stats[0].keys():
-        values = [stats[name] for stats in step_stats]
+    measured = set().union(*step_stats)
+    names_of_loss = sorted(name for name in measured if name.startswith(LOSS_PREFIX))
+    for name in [*MEASURED, *names_of_loss]:
+        if name not in measured:
+            continue
+        # a loss function may return a statistic of its own for some batches only
+        values = [stats[name] for stats in step_stats if name in stats]
         if name.endswith("_max"):
             means[name] = max(values)
         else:
@@ -373,8 +378,10 @@ def aggregate_stats_over_ranks(batch_losses: list[BatchLoss]) -> dict[str, float
     totals: dict[str, float] = {}
     for sums in itertools.chain(*world.all_gather(local_sums)):
         for name, value in sums.items():
-            total = totals.get(name, 0.0)
-            totals[name] = max(total, value) if name.endswith("_max") else total + value
+            if name.endswith("_max"):
+                totals[name] = max(totals.get(name, value), value)
+            else:
+                totals[name] = totals.get(name, 0.0) + value
     return totals
 
 

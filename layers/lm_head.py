@@ -69,6 +69,20 @@ def delay_until_computed(x: mx.array, prerequisites: list[mx.array]) -> mx.array
     return mx.depends([x], prerequisites)[0] if prerequisites else x
 
 
+def chunks_and_tiles(
+    num_positions: int, vocab_size: int, support: softmax.Support | None
+) -> tuple[list[slice], list[slice]]:
+    """The chunks of positions and the tiles of the vocabulary whose logits are computed at once."""
+    chunk_size = LOGPROB_CHUNK
+    if support:  # whole rows, few enough for the sort to need less than one gigabyte
+        chunk_size = min(chunk_size, max(1, 32 * LOGPROB_TILE // vocab_size))
+        tiles = [slice(0, vocab_size)]
+    else:
+        tile_size = max(1, LOGPROB_TILE // min(chunk_size, num_positions))
+        tiles = chunk_slices(vocab_size, tile_size)
+    return chunk_slices(num_positions, chunk_size), tiles
+
+
 def locate_in_tile(ids: mx.array, tile: slice) -> IndexAndIsInside:
     """
     Each id's index within a tile, and whether the id is in the tile; both (M, 1).
@@ -98,7 +112,8 @@ def token_logprobs(
     float32, or have the head's dtype if a kernel reads them. `support` restricts the distribution
     as in sampling.
     head: if "frozen", only `hidden` gets a gradient; if "trained", `head_weight` also gets one.
-    gradient: whether the log-probabilities have a gradient; the entropies never have a gradient.
+    gradient: whether the log-probabilities have a gradient; the entropies have none until
+    `entropy.attach_entropy_gradient` attaches one.
 
     The vocabulary is read in tiles with a running maximum, as FlashAttention reads keys. The
     forward pass computes sum(p W) over the head's rows W together with sum(p). The gradient of
@@ -123,14 +138,7 @@ def token_logprobs(
         )
         return logprobs.reshape(shape), entropies.reshape(shape)
 
-    chunk_size = LOGPROB_CHUNK
-    if support:  # whole rows, few enough for the sort to need less than one gigabyte
-        chunk_size = min(chunk_size, max(1, 32 * LOGPROB_TILE // vocab_size))
-        tiles = [slice(0, vocab_size)]
-    else:
-        tile_size = max(1, LOGPROB_TILE // min(chunk_size, ids.size))
-        tiles = chunk_slices(vocab_size, tile_size)
-    chunks = chunk_slices(ids.size, chunk_size)
+    chunks, tiles = chunks_and_tiles(ids.size, vocab_size, support)
 
     def logprobs_forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
         scaled = hidden.astype(mx.float32) / temperature

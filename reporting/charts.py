@@ -34,7 +34,11 @@ PHASES = ("rollout", "reward", "judge", "ref", "teacher", "update", "other")
 REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s")
 
 # the prefix of the metrics that a chart shows, by the chart's title
-PREFIXES = {"Reward by component": "reward/", "Logged by rewards": "metric/"}
+PREFIXES = {
+    "Reward by component": "reward/",
+    "Logged by rewards": "metric/",
+    "Logged by the loss": "loss/",
+}
 
 
 class Curve(NamedTuple):
@@ -81,6 +85,9 @@ CHARTS = [
     ),
     ChartDefinition("Reward by component", "each component before weighting", {}),
     ChartDefinition("Logged by rewards", "the mean of each value that a reward function logs", {}),
+    ChartDefinition(
+        "Logged by the loss", "the mean over the tokens of each sum that your own loss returns", {}
+    ),
     ChartDefinition(
         "Truncated",
         "the fraction of answers that are cut off at the length limit",

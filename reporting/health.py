@@ -150,7 +150,7 @@ def describe_entropy_collapse(steps: Records) -> str:
         return ""
     return (
         f"The entropy fell from {first:.3f} to {newest:.3f} nats per token, so the model hardly "
-        "tries anything new. Try a lower --learning-rate, --epsilon-high 0.28 or a higher --temp"
+        "tries anything new. Try a lower --learning-rate, --entropy-coef 0.001 or a higher --temp"
     )
 
 

@@ -189,10 +189,11 @@ def mark_for_update(
     """
     Copies of all samples with `has_gradient` and `weight` set. A weight of 0 leaves a sample out.
 
-    If --truncated mask excludes a sample, no average counts the sample or its tokens. A
-    sample whose advantage is 0 has no gradient, unless `all_have_gradient` is true. A sample that
-    --train-completions did not choose never has a gradient. Most samples without a gradient are
-    left out. But one in MEASURED_OF samples without a gradient is computed. The weights of these
+    If --truncated mask excludes a sample, no average counts the sample or its tokens. A sample
+    whose advantage is 0 has no gradient, unless `all_have_gradient` is true; `StepLoss` finds out
+    from the loss whether it is. A sample that --train-completions did not choose never has a
+    gradient. Most samples without a gradient are left out. But one in MEASURED_OF samples without
+    a gradient is computed. The weights of these
     samples make them represent the tokens of all samples without a gradient, so that averaged
     statistics stay unbiased. Each step computes different samples without a gradient.
     """

@@ -6,7 +6,7 @@ The loss functions are in grpo.py. The gradient and the optimizer are in update.
 Axes: M rows of a batch, T tokens that the policy wrote.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -14,15 +14,19 @@ import grpo
 import gwen
 from config import Config, MemoryDependentSizes
 from layers import divergence, lm_head, softmax
+from layers.entropy import attach_entropy_gradient
 from step.batch import Batch, completion_hidden_states
+from step.loss_trial import needs_samples_without_advantage
 
-# the statistics that a loss function may return as sums over the counted tokens
-SUMS = ("kl", "clip_frac")
+# The statistics of a loss function whose names in `metrics.jsonl` are their own names. All other
+# sums that a loss function returns get LOSS_PREFIX.
+SUMS = ("kl", "clip_frac", "distill/kl")
+LOSS_PREFIX = "loss/"
 # statistics of how much the policy before the update differs from the sampler
 GAPS = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
 MISMATCH = tuple(f"mismatch/{name}" for name in GAPS)
 # The statistics of each step, with their names in `metrics.jsonl`. They are means over the counted
-# tokens, or maxima if the name ends in `_max`.
+# tokens, or maxima if the name ends in `_max`. A loss function may add statistics of its own.
 MEASURED = ("kl", "distill/kl", "entropy", "clip_frac", *MISMATCH)
 # a larger ratio of the trainer's probability to the sampler's probability is not trusted
 MISMATCH_CAP = 3.0
@@ -50,7 +54,8 @@ class UpdateResult(NamedTuple):
     lr_scale: float  # the factor on `lr` in the last optimizer step
     num_skipped: int  # number of optimizer steps skipped since the run began
     loss_scale: float  # the loss scale after the last optimizer step
-    means: dict[str, float | None]  # the statistics that MEASURED names
+    # the statistics that MEASURED names, and those that the loss function adds
+    means: dict[str, float | None]
     num_counted_tokens: int = 0  # number of tokens that the statistics count
     num_with_gradient: int = 0  # number of rows with a gradient
     loss: float | None = None
@@ -90,9 +95,11 @@ class StepLoss:
         sampling = config.sampling
         # which tokens the sampler may draw; None if it may draw all tokens
         self.support = softmax.Support.from_settings(sampling.top_p, sampling.top_k, sampling.min_p)
-        # whether a sample may have a gradient although its advantage is 0
-        self.all_have_gradient = bool(
-            self.objective.beta or config.objective.teacher or loss_function is not None
+        # Whether a sample may have a gradient although its advantage is 0. A user's loss may depend
+        # on its tokens in a way that made-up tokens do not show, so it gets all samples.
+        is_custom = loss_function is not None
+        self.all_have_gradient = is_custom or needs_samples_without_advantage(
+            self.loss_function, self.objective
         )
 
     def logprobs_and_entropies(
@@ -101,17 +108,23 @@ class StepLoss:
         """
         The log-probability of each token, and the entropy of the distribution at that token.
 
-        Both are (M, T). gradient: whether the log-probabilities need a gradient.
+        Both are (M, T). gradient: whether both need a gradient.
         """
-        return lm_head.token_logprobs(
-            completion_hidden_states(model, batch, self.checkpoint_layers),
-            model.head_weight,
-            batch.completion_ids,
-            temperature=self.temperature,
-            head=self.head,
-            support=self.support,
-            gradient=gradient,
+        hidden = completion_hidden_states(model, batch, self.checkpoint_layers)
+        ids = batch.completion_ids
+        settings: dict[str, Any] = {
+            "temperature": self.temperature,
+            "head": self.head,
+            "support": self.support,
+        }
+        logprobs, entropies = lm_head.token_logprobs(
+            hidden, model.head_weight, ids, gradient=gradient, **settings
         )
+        if gradient:
+            entropies = attach_entropy_gradient(
+                entropies, hidden, model.head_weight, ids, **settings
+            )
+        return logprobs, entropies
 
     def compute_batch_loss(self, model: gwen.Model, batch: Batch) -> BatchLoss:
         """Computes the contribution of the batch to the loss and the statistics of the step."""
@@ -142,22 +155,27 @@ class StepLoss:
             num_rows=batch.num_rows,
             divergences=divergences,
             weights=batch.weights,
-            entropies=mx.stop_gradient(entropies),
+            entropies=entropies,
             sampled_logprobs=batch.sampled_logprobs,
             **batch.columns,
         )
         loss, sums = self.loss_function(tokens, self.objective)
-        assert sums.keys() <= set(MEASURED), f"unknown statistic among {sums.keys()}"
+        sums = {metric_name_of_sum(name): value for name, value in sums.items()}
         if not batch.is_trained:
             loss = mx.zeros(())
 
         counted = batch.mask * batch.weights
-        stats = {"loss": loss, "entropy": (entropies * counted).sum()}
+        stats = {"loss": loss, "entropy": (mx.stop_gradient(entropies) * counted).sum()}
         if batch.sampled_logprobs is not None:
             stats |= measure_mismatch_with_sampler(
                 old_logprobs, batch.sampled_logprobs, batch.mask, counted
             )
         return BatchLoss(loss, logprobs, stats | sums)
+
+
+def metric_name_of_sum(name: str) -> str:
+    """The name in `metrics.jsonl` of a sum that a loss function returns."""
+    return name if name in SUMS else LOSS_PREFIX + name
 
 
 def measure_mismatch_with_sampler(

@@ -10,6 +10,7 @@ Axes: B groups, G samples in a group.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,8 +21,12 @@ import grpo
 from config import Config, is_user_function
 from prompts.examples import shorten_value
 from rewards.functions import describe_error_in_function, file_and_line_suffix, load_function
+from step import loss_trial
 from step.advantages import AdvantageFunction
 from step.loss import SUMS, make_objective
+
+# a name of a sum that a loss returns
+NAME_OF_SUM = re.compile("[A-Za-z][A-Za-z0-9_]*")
 
 
 class CustomObjective(NamedTuple):
@@ -29,6 +34,7 @@ class CustomObjective(NamedTuple):
 
     loss: grpo.LossFunction | None = None
     advantage: AdvantageFunction | None = None
+    notes: tuple[str, ...] = ()  # lines to print at the start of a run
 
 
 def load_and_try_custom_objective(config: Config) -> CustomObjective:
@@ -39,84 +45,72 @@ def load_and_try_custom_objective(config: Config) -> CustomObjective:
     """
     settings = config.objective
     loss = None
+    notes: tuple[str, ...] = ()
     if is_user_function(settings.loss_type):
-        loss = _load_and_try_loss(settings.loss_type, config)
+        loss, note = _load_and_try_loss(settings.loss_type, config)
+        notes = (note,)
     advantage = None
     if is_user_function(settings.advantage):
         _, function = load_function("--advantage", settings.advantage)
         advantage = functools.partial(compute_custom_advantages, settings.advantage, function)
         advantage(np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5]]))
-    return CustomObjective(loss, advantage)
+    return CustomObjective(loss, advantage, notes)
 
 
 # ---- a user's loss
 
 
-def _load_and_try_loss(spec: str, config: Config) -> grpo.LossFunction:
-    """Loads a user's loss function, and tries it on two rows of made-up tokens."""
+class _TriedLoss(NamedTuple):
+    """A user's loss function that passed its trial, and what its user should know about it."""
+
+    function: grpo.LossFunction
+    note: str
+
+
+def _load_and_try_loss(spec: str, config: Config) -> _TriedLoss:
+    """Loads a user's loss function, and tries it on made-up tokens."""
     _, function = load_function("--loss-type", spec)
     label = f"--loss-type {spec}{file_and_line_suffix(function)}"
     objective = make_objective(config)
-    tokens = _make_trial_tokens(has_reference=bool(config.objective.beta))
+    has_reference = bool(objective.beta)
+    trials = [loss_trial.make_fixed_tokens(has_reference)]
+    for seed in range(2):
+        trials.append(loss_trial.make_random_tokens(seed, has_reference))
 
-    loss = _compute_or_raise_with_location(label, function, lambda: function(tokens, objective))
-    _raise_if_loss_has_wrong_type_or_sums(label, loss)
-
-    def loss_value(logprobs: mx.array, advantages: mx.array) -> mx.array:
-        changed = tokens._replace(logprobs=logprobs, advantages=advantages)
-        return function(changed, objective).value
-
-    gradient_of_loss = mx.grad(loss_value)
-    gradient = _compute_or_raise_with_location(
-        label, function, lambda: gradient_of_loss(tokens.logprobs, tokens.advantages)
+    uses = _compute_or_raise_with_location(
+        label, function, lambda: _measure_uses_or_raise(label, function, trials, objective)
     )
-    _check_gradient(label, loss, gradient, tokens.mask)
-
-    opposite = gradient_of_loss(tokens.logprobs, -tokens.advantages)
-    uses_advantages = not mx.array_equal(gradient, opposite).item()
-    raises_loss = (gradient * tokens.advantages).sum().item() > 0
-    if raises_loss and uses_advantages:
+    if not any(uses[name].has_gradient for name in loss_trial.POLICY_VALUES if name in uses):
         raise ValueError(
-            f"{label} gets smaller when better answers become less likely; reverse the sign of the "
-            "loss"
+            f"{label} has no gradient with respect to tokens.logprobs or tokens.entropies, so it "
+            "trains nothing"
         )
-
-    value = loss.value.item()
-    row_values = [function(_keep_only_row(tokens, row), objective).value.item() for row in range(2)]
-    total = sum(row_values)
-    if abs(value - total) > 1e-4 * max(abs(value), 1):
-        raise ValueError(
-            f"{label} returned {value:.4g} for two rows together, but {total:.4g} as the sum over "
-            "the same rows one by one; divide by tokens.num_items or tokens.num_rows, and not by "
-            "the size of the micro-batch"
-        )
-    return function
+    _raise_if_loss_has_wrong_sign(label, function, trials[0], objective)
+    for tokens in trials:
+        _raise_if_rows_do_not_add_up(label, function, tokens, objective)
+    _raise_if_entropy_coef_is_ignored(label, function, trials, objective)
+    return _TriedLoss(function, f"{label}: {loss_trial.describe_value_uses(uses)}")
 
 
-def _make_trial_tokens(has_reference: bool) -> grpo.Tokens:
-    """Two rows of three tokens each. The last token of the second row is padding."""
-    logprobs = mx.array([[-0.5, -1.5, -1.0], [-2.0, -0.1, 7.0]])
-    return grpo.Tokens(
-        logprobs,
-        old_logprobs=logprobs + 0.1,
-        advantages=mx.array([[1.0], [-0.5]]),
-        mask=mx.array([[1.0, 1, 1], [1, 1, 0]]),
-        ref_logprobs=logprobs - 0.2 if has_reference else None,
-        entropies=-logprobs,
-        sampled_logprobs=logprobs + 0.05,
-        num_items=5,
-        num_rows=2,
-    )
+def _measure_uses_or_raise(
+    label: str,
+    function: grpo.LossFunction,
+    trials: list[grpo.Tokens],
+    objective: grpo.Objective,
+) -> dict[str, loss_trial.ValueUse]:
+    """
+    How the loss uses the values of the tokens.
 
-
-def _keep_only_row(tokens: grpo.Tokens, row: int) -> grpo.Tokens:
-    """The tokens of one row, (1, T). The counts for the whole step stay the same."""
-    fields = []
-    for value in tokens:
-        if isinstance(value, mx.array):
-            value = value[row : row + 1]
-        fields.append(value)
-    return grpo.Tokens._make(fields)
+    Raises ValueError if a loss has the wrong form or a gradient that is not allowed.
+    """
+    for tokens in trials:
+        loss = function(tokens, objective)
+        _raise_if_loss_has_wrong_type_or_sums(label, loss)
+        gradients = loss_trial.gradients_of_values(function, tokens, objective)
+        for name in loss_trial.POLICY_VALUES:
+            if name in gradients:
+                _check_gradient(label, loss, name, gradients[name], tokens.mask)
+    return loss_trial.measure_value_uses(function, trials, objective)
 
 
 def _raise_if_loss_has_wrong_type_or_sums(label: str, loss: Any) -> None:
@@ -127,34 +121,129 @@ def _raise_if_loss_has_wrong_type_or_sums(label: str, loss: Any) -> None:
         are_scalars = all(isinstance(value, mx.array) and value.shape == () for value in values)
         has_form = are_scalars and loss.value.dtype == mx.float32
     if not has_form:
-        raise ValueError(
+        raise _LossMistake(
             f"{label} returned {shorten_value(loss)}; return grpo.Loss(value, sums), where value "
             "is a scalar float32 array and sums is a dictionary of scalar arrays"
         )
-    unknown_sums = set(loss.sums) - set(SUMS)
-    if unknown_sums:
-        names = ", ".join(sorted(map(str, unknown_sums)))
-        raise ValueError(
-            f"{label} returned the sums {names}, but a loss may return only {' and '.join(SUMS)}"
-        )
+    for name in loss.sums:
+        if not isinstance(name, str) or not NAME_OF_SUM.fullmatch(name):
+            raise _LossMistake(
+                f"{label} returned a sum named {shorten_value(name)}; a name consists of letters, "
+                "digits and underscores, and begins with a letter"
+            )
 
 
-def _check_gradient(label: str, loss: grpo.Loss, gradient: mx.array, mask: mx.array) -> None:
-    """Raises ValueError if a gradient is not finite, is not 0 at padding, or is 0 everywhere."""
+def _check_gradient(
+    label: str, loss: grpo.Loss, name: str, gradient: mx.array, mask: mx.array
+) -> None:
+    """Raises ValueError if the gradient is not finite, or if it is not 0 at padding."""
     is_finite = mx.isfinite(loss.value) & mx.isfinite(gradient).all()
     if not is_finite.item():
-        raise ValueError(
-            f"{label} returned the loss {loss.value.item()} with the gradient {gradient.tolist()}; "
-            "both must be finite"
+        raise _LossMistake(
+            f"{label} returned the loss {loss.value.item()} with the gradient {gradient.tolist()} "
+            f"for tokens.{name}; both must be finite"
         )
     if (gradient * (1 - mask) != 0).any().item():
-        raise ValueError(
-            f"{label} has a gradient at padding, where tokens.mask is 0; multiply by tokens.mask"
+        raise _LossMistake(
+            f"{label} has a gradient through tokens.{name} at padding, where tokens.mask is 0; "
+            "multiply by tokens.mask"
         )
-    if not (gradient != 0).any().item():
+
+
+def _raise_if_loss_has_wrong_sign(
+    label: str, function: grpo.LossFunction, tokens: grpo.Tokens, objective: grpo.Objective
+) -> None:
+    """Raises ValueError if the loss makes better answers less likely."""
+    gradient = loss_trial.gradients_of_values(function, tokens, objective)["logprobs"]
+    reversed_tokens = tokens._replace(advantages=-tokens.advantages)
+    opposite = loss_trial.gradients_of_values(function, reversed_tokens, objective)["logprobs"]
+    uses_advantages = not mx.array_equal(gradient, opposite).item()
+    slope = (gradient * tokens.advantages).sum()
+    raises_loss = bool((slope > 0).item())
+    if raises_loss and uses_advantages:
         raise ValueError(
-            f"{label} has no gradient with respect to tokens.logprobs, so it trains nothing"
+            f"{label} gets smaller when better answers become less likely; reverse the sign of the "
+            "loss"
         )
+
+
+def _raise_if_rows_do_not_add_up(
+    label: str, function: grpo.LossFunction, tokens: grpo.Tokens, objective: grpo.Objective
+) -> None:
+    """
+    Raises ValueError unless the loss of several rows is the sum of the losses of the rows.
+
+    Otherwise the loss of a step would depend on how memory divides its rows into micro-batches.
+    """
+    rows = {2: "two rows", 4: "four rows"}[len(tokens.mask)]
+    loss = function(tokens, objective)
+    row_losses = loss_trial.losses_of_single_rows(function, tokens, objective)
+    value = loss.value.item()
+    total = mx.stack([row_loss.value for row_loss in row_losses]).sum().item()
+    if abs(value - total) > 1e-4 * max(abs(value), 1):
+        if loss_trial.divides_by_micro_batch_size(function, tokens, objective):
+            fix = (
+                "divide by tokens.num_items or tokens.num_rows, and not by the size of the "
+                "micro-batch"
+            )
+        else:
+            fix = (
+                "let no row depend on the other rows, because a micro-batch holds whichever rows "
+                "fit into memory. Compute a mean, quantile or maximum within a row, and a "
+                "statistic of the rewards of the whole step in --advantage FILE.py:function"
+            )
+        raise ValueError(
+            f"{label} returned {value:.4g} for {rows} together, but {total:.4g} as the sum over "
+            f"the same rows one by one; {fix}"
+        )
+    for name in loss.sums.keys() - set(SUMS):
+        _raise_if_sum_of_rows_does_not_add_up(label, name, rows, loss, row_losses)
+
+
+def _raise_if_sum_of_rows_does_not_add_up(
+    label: str, name: str, rows: str, loss: grpo.Loss, row_losses: list[grpo.Loss]
+) -> None:
+    """Raises ValueError unless a sum of several rows is the sum, or the maximum, of the rows."""
+    values = mx.array([row_loss.sums[name] for row_loss in row_losses if name in row_loss.sums])
+    if name.endswith("_max"):
+        kind = "largest value of"
+        expected = values.max().item()
+        fix = "return the maximum over the tokens"
+    else:
+        kind = "sum over"
+        expected = values.sum().item()
+        fix = (
+            "return a sum over the tokens, which Gwen divides by the number of tokens in the step, "
+            f"or the maximum over the tokens as {name}_max"
+        )
+    value = loss.sums[name].item()
+    if not abs(value - expected) <= 1e-4 * max(abs(value), 1):
+        raise ValueError(
+            f"{label} returned {value:.4g} as the sum {name!r} of {rows}, but {expected:.4g} as "
+            f"the {kind} the same rows one by one; {fix}"
+        )
+
+
+def _raise_if_entropy_coef_is_ignored(
+    label: str, function: grpo.LossFunction, trials: list[grpo.Tokens], objective: grpo.Objective
+) -> None:
+    """Raises ValueError if --entropy-coef is given, but does not change the loss."""
+    if not objective.entropy_coef:
+        return
+    without_bonus = objective._replace(entropy_coef=0.0)
+    for tokens in trials:
+        value = function(tokens, objective).value.item()
+        if value != function(tokens, without_bonus).value.item():
+            return
+    raise ValueError(
+        f"{label} does not use objective.entropy_coef, so --entropy-coef "
+        f"{objective.entropy_coef:g} has no effect; subtract objective.entropy_coef * "
+        "tokens.entropies from the loss of each token, or leave --entropy-coef out"
+    )
+
+
+class _LossMistake(ValueError):
+    """A mistake that the trial found in a loss; the message is complete."""
 
 
 def _compute_or_raise_with_location(
@@ -167,6 +256,8 @@ def _compute_or_raise_with_location(
     """
     try:
         return compute()
+    except _LossMistake:
+        raise
     except (Exception, SystemExit) as error:
         raise ValueError(f"{label} {describe_error_in_function(error, function)}") from error
 

@@ -1,5 +1,7 @@
 """Rows whose advantage is 0 are not computed: same gradient, same denominators, and no curve goes blind."""
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,11 +16,13 @@ from small_run import (
 )
 from test_grpo import LOSSES
 
+import grpo
 import update
 from reporting import journal
 from reporting.console import format_step_line
 from step import advantages, trust_region
 from step.batch import make_batches
+from step.loss import StepLoss
 
 pytestmark = pytest.mark.slow
 ADVANTAGES = np.array(
@@ -58,10 +62,59 @@ def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, lo
         )  # roundings: 1e-6
 
 
+def add_square(tokens, objective):
+    """A loss that also needs rows whose advantage is 0."""
+    loss, sums = grpo.LOSSES["dapo"](tokens, objective)
+    square = ((tokens.logprobs + 1) ** 2 * tokens.mask).sum() / tokens.num_items
+    return grpo.Loss(loss + 0.5 * square, sums)
+
+
+def add_entropy_bonus(tokens, objective):
+    """The same as `add_square`, through the entropies only."""
+    loss, sums = grpo.LOSSES["dapo"](tokens, objective)
+    bonus = (tokens.entropies * tokens.mask).sum() / tokens.num_items
+    return grpo.Loss(loss - 0.5 * bonus, sums)
+
+
+ROWS_OF_LOSSES = dict(grpo.LOSSES) | {"square": add_square, "bonus": add_entropy_bonus}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_LOSSES)
+def test_the_selection_of_rows_keeps_the_gradient_of_every_row_of_losses(
+    tmp_path, monkeypatch, name
+):
+    """Which rows a loss needs follows from the loss, so that a new row of LOSSES needs no list."""
+    needs_divergences = name == "distill"
+
+    def loss(tokens, objective):
+        if needs_divergences:
+            tokens = tokens._replace(divergences=tokens.logprobs**2)
+        return ROWS_OF_LOSSES[name](tokens, objective)
+
+    monkeypatch.setitem(grpo.LOSSES, "new", loss)
+    run = make_run(tmp_path)
+    update_once(run)  # B of the adapters is 0 before
+    config = run.config
+    objective = dataclasses.replace(config.objective, loss_type="new")
+    run.learner.loss = StepLoss(dataclasses.replace(config, objective=objective), run.sizes)
+    drawn = sample_first_prompts(run, ADVANTAGES)
+    whole = record_gradient(run, make_batches(drawn, 1024))
+    selected = trained(run, drawn)
+    taught = record_gradient(run, selected)
+    largest = max(mx.abs(array).max().item() for array in whole[1].values())
+    for weight, array in whole[1].items():
+        assert mx.abs(array - taught[1][weight]).max().item() <= 1e-5 * largest, weight
+    if name in LOSSES:  # rows without an advantage are left out
+        assert taught[0].num_with_gradient == 6 and len(rows_of(selected)) < 12
+    else:
+        assert taught[0].num_with_gradient == 12
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         ("--beta", "0.1"),
+        ("--entropy-coef", "0.1"),
         ("--teacher", "demo", "--loss", "distill"),
         ("--loss", "own_loss.py:plain"),
     ],

@@ -538,6 +538,7 @@ def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient
 UPDATES = [
     (),
     ("--beta", "0.1", "--temp", "0.8", "--importance-sampling-level", "sequence"),
+    ("--entropy-coef", "0.1", "--temp", "0.8"),
     ("--top-k", "5"),
 ]
 

@@ -216,6 +216,14 @@ class ObjectiveSettings:
     importance_sampling_level: Literal["token", "sequence"] = setting(
         "token", "whether the importance ratio is computed per token or per sequence"
     )
+    importance_sampling_correction: Literal["off", "token", "sequence"] = setting(
+        "off",
+        "off-policy correction: multiply the loss by the probability under the policy before the "
+        "update, divided by the probability that the sampler recorded, per token or per sequence",
+    )
+    importance_sampling_cap: float = setting(
+        3.0, "largest weight of --importance-sampling-correction", low=1.0, high=1e6
+    )
     advantage: Literal["group", "rloo", "reinforce"] = setting(
         "group",
         "baseline that is subtracted from a reward: the mean reward of its group (group), of "
@@ -327,9 +335,31 @@ class OptimizerSettings:
     kind: Literal["adamw", "sgd"] = setting(
         "adamw",
         "optimizer; sgd trains all weights without the 8 bytes per weight that AdamW needs, "
-        "and --target-kl determines the size of its steps",
+        "and --target-kl determines the size of its steps; your own function takes the learning "
+        "rate and returns an mlx.optimizers.Optimizer",
         key="optimizer",
-        used_by="rollouts",
+        function=True,
+    )
+    adam_beta1: float = setting(
+        0.9, "decay rate per step of AdamW's mean of the gradients", low=0, high=0.99999
+    )
+    adam_beta2: float = setting(
+        0.999, "decay rate per step of AdamW's mean of the squared gradients", low=0, high=0.99999
+    )
+    adam_epsilon: float = setting(
+        1e-8, "value that AdamW adds to the divisor of its steps", low=1e-16, high=1.0
+    )
+    weight_decay: float = setting(
+        0.0,
+        "weight decay of AdamW: each step multiplies the trained weights by 1 - learning rate * "
+        "this value",
+        low=0,
+    )
+    max_grad_norm: float = setting(
+        1.0,
+        "a gradient with a larger norm is scaled down to this norm before each optimizer step; "
+        "0: no maximum",
+        low=0,
     )
     steps: int = setting(
         100,
@@ -348,8 +378,13 @@ class OptimizerSettings:
     warmup_steps: int = setting(
         5,
         "number of steps in which the learning rate rises linearly to its peak; after these "
-        "steps, a cosine schedule lowers the rate to a tenth of the peak",
+        "steps, the rate follows --lr-scheduler-type",
         low=0,
+    )
+    lr_scheduler_type: Literal["cosine", "constant"] = setting(
+        "cosine",
+        "learning rate after the warm-up: it falls along a cosine to a tenth of its peak at the "
+        "last step (cosine), or it stays at its peak (constant)",
     )
     target_kl: float = setting(
         0.02,

@@ -51,6 +51,8 @@ class Objective(NamedTuple):
     beta: float = 0.0  # weight of the KL term
     entropy_coef: float = 0.0  # weight of the entropy bonus
     max_tokens: int | None = None  # the number of tokens per row by which dr_grpo divides
+    importance_sampling_correction: str = "off"  # see `sampler_weights`
+    importance_sampling_cap: float = 3.0  # the largest weight of the correction
 
     @property
     def effective_epsilon_high(self) -> float:
@@ -103,6 +105,44 @@ LossFunction = Callable[[Tokens, Objective], Loss]
 # ---- advantages
 
 
+def subtract_mean(offsets: np.ndarray, is_compared: np.ndarray) -> np.ndarray:
+    """Each reward minus the mean reward of its row."""
+    num_compared = np.maximum(is_compared.sum(axis=1, keepdims=True), 1)
+    return offsets - offsets.sum(axis=1, keepdims=True) / num_compared
+
+
+def subtract_mean_of_others(offsets: np.ndarray, is_compared: np.ndarray) -> np.ndarray:
+    """Each reward minus the mean of the other rewards in its row. Source: RLOO, eq. 7."""
+    num_compared = is_compared.sum(axis=1, keepdims=True)
+    # reward - mean(others) = (reward - mean(all)) * G / (G - 1)
+    factor = np.maximum(num_compared, 1) / np.maximum(num_compared - 1, 1)
+    return subtract_mean(offsets, is_compared) * factor
+
+
+class Baseline(NamedTuple):
+    """A baseline of the advantages: which rewards it compares, and what it subtracts from each."""
+
+    compares_step: bool  # whether a reward is compared with the whole step, or with its group
+
+    # (C, K) rewards minus the first reward of the row, which are 0 where a reward is missing, and
+    # (C, K) bool, whether there is a reward -> (C, K) rewards minus the baseline. A row contains
+    # the rewards that are compared with each other.
+    subtract: Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+# The values of --advantage. tests/test_baselines.py tries each of them.
+BASELINES: dict[str, Baseline] = {
+    "group": Baseline(False, subtract_mean),
+    "rloo": Baseline(False, subtract_mean_of_others),
+    "reinforce": Baseline(True, subtract_mean),
+}
+
+
+def compares_whole_step(advantage: str) -> bool:
+    """Whether a value of --advantage compares each reward with the whole step."""
+    return advantage in BASELINES and BASELINES[advantage].compares_step
+
+
 def group_advantages(
     rewards: np.ndarray, scale: str = "group", baseline: str = "group", signal_floor: float = 0.0
 ) -> np.ndarray:
@@ -112,7 +152,8 @@ def group_advantages(
     A group with fewer than G completions, or without any, is filled up with nan rewards, whose
     advantages are 0.
 
-    baseline: the completions whose mean reward is the baseline. "group" means all completions in
+    baseline: a key of BASELINES, which names the completions whose mean reward is the baseline.
+    "group" means all completions in
     the same group, "rloo" means the other completions in the same group, and "reinforce" means all
     completions in the step.
 
@@ -136,10 +177,10 @@ def group_advantages(
     arXiv:2501.03262.
     """
     assert scale in ("group", "batch", "mean", "none"), scale
-    assert baseline in ("group", "rloo", "reinforce"), baseline
+    assert baseline in BASELINES, baseline
     assert rewards.ndim == 2, f"the shape of the rewards is {rewards.shape}, not (B, G)"
     assert rewards.shape[1] > 1, f"a group has {rewards.shape[1]} completions; it needs 2"
-    compares_step = baseline == "reinforce"
+    compares_step = BASELINES[baseline].compares_step
     assert not (compares_step and scale in ("group", "mean")), f"scale {scale} needs groups"
 
     is_present = ~np.isnan(rewards)  # (B, G)
@@ -157,13 +198,13 @@ def group_advantages(
     offsets = np.where(is_compared, compared - first_reward, 0.0)
     least_range = signal_floor * (step_deviation + SMALLEST_DEVIATION)
     is_noise = np.ptp(offsets, axis=1, keepdims=True) <= least_range
-    num_compared = np.maximum(is_compared.sum(axis=1, keepdims=True), 1)
-    mean = offsets.sum(axis=1, keepdims=True) / num_compared
-    centered = np.where(is_noise | ~is_compared, 0.0, offsets - mean)
-    advantages = centered.reshape(rewards.shape)
+    is_zero = is_noise | ~is_compared
+    differences = BASELINES[baseline].subtract(offsets, is_compared)
+    advantages = np.where(is_zero, 0.0, differences).reshape(rewards.shape)
 
     if scale == "group":
-        squares = (advantages**2).sum(axis=1, keepdims=True)
+        centered = np.where(is_zero, 0.0, subtract_mean(offsets, is_compared))
+        squares = (centered**2).sum(axis=1, keepdims=True)
         deviation = np.sqrt(squares / np.maximum(group_sizes - 1, 1))
         advantages = advantages / (deviation + SMALLEST_DEVIATION)
     elif scale == "batch":
@@ -175,10 +216,6 @@ def group_advantages(
         # without the 1e-12, a group whose rewards are all 0 would compute 0 / 0
         least_divisor = group_range / group_sizes + 1e-12
         advantages = advantages / np.maximum(total / group_sizes, least_divisor)
-
-    if baseline == "rloo":
-        # reward - mean(others) = (reward - mean(all)) * G / (G - 1)
-        advantages = advantages * (group_sizes / np.maximum(group_sizes - 1, 1))
     return advantages.astype(np.float32)
 
 
@@ -317,6 +354,32 @@ def importance_ratio(
         num_tokens = mx.maximum(mask.sum(-1, keepdims=True), 1)
         log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / num_tokens
     return mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))
+
+
+def sampler_weights(tokens: Tokens, objective: Objective) -> mx.array | None:
+    """
+    The weights of the policy terms that correct for samples of another policy; None for "off".
+
+    The weight is pi_old / pi_sampler, at most `importance_sampling_cap`, without a gradient. pi_old
+    is the policy before the update, and pi_sampler has the log-probabilities that the sampler
+    recorded. `importance_sampling_correction` "token" gives the weight of each token, (M, T).
+    "sequence" gives the product of the token ratios of each row, (M, 1).
+
+    Values at padding have no influence, so a user's own loss can call this function, too.
+
+    Sources: truncated importance weights, IMPALA, arXiv:1802.01561; TRL 1.16 has them as
+    `vllm_importance_sampling_correction`, with the modes token_truncate and sequence_truncate.
+    """
+    level = objective.importance_sampling_correction
+    assert level in ("off", "token", "sequence"), level
+    if level == "off":
+        return None
+    assert tokens.sampled_logprobs is not None, "given replies have no sampler"
+    log_ratio = mx.where(tokens.mask > 0, tokens.old_logprobs - tokens.sampled_logprobs, 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(-1, keepdims=True)
+    weights = mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))
+    return mx.stop_gradient(mx.minimum(weights, objective.importance_sampling_cap))
 
 
 class TermAndIsClipped(NamedTuple):
@@ -481,7 +544,10 @@ def make_policy_loss(
     average: Callable[[mx.array, Tokens, Objective], mx.array],
 ) -> LossFunction:
     """
-    Returns a loss function that averages term + beta * KL - entropy_coef * entropy over the tokens.
+    Returns a loss function that averages weight * term + beta * KL - entropy_coef * entropy over
+    the counted tokens.
+
+    The weight is 1, unless `importance_sampling_correction` is set (see `sampler_weights`).
 
     term: a function of the ratio, the tokens and the objective. The tokens that are passed to this
     function have the value 0 at padding, and their advantages are (M, T) or (M, 1).
@@ -496,6 +562,9 @@ def make_policy_loss(
         level = objective.importance_sampling_level
         ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs, tokens.mask, level)
         per_token, is_clipped = term(ratio, tokens, objective)
+        weights = sampler_weights(tokens, objective)
+        if weights is not None:
+            per_token = per_token * weights
 
         counts = tokens.mask if tokens.weights is None else tokens.mask * tokens.weights
         sums = {}

@@ -35,6 +35,8 @@ from machine import alive
 from machine.output import guard_output
 from rewards import audit
 from settings.sources import parse_flags, resolve_settings, settings_from_flags
+from step.effects import describe_settings_without_effect
+from step.objectives import load_and_try_custom_objective
 from tools import toolbox
 
 
@@ -97,6 +99,9 @@ def report_lines(args: argparse.Namespace, train_flags: list[str]) -> Iterator[s
     else:
         estimates = list(estimate_lines(config, args.prompt_tokens))
         yield f"{choice}; {args.prompt_tokens} prompt tokens"
+        custom = load_and_try_custom_objective(config)
+        yield from custom.notes
+        yield from describe_settings_without_effect(config, custom.loss)
         yield from estimates
 
 

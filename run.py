@@ -7,7 +7,7 @@ console are in reporting/, and the files of a run are in disk/run_files.py.
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,7 +38,7 @@ from reporting import health
 from reporting.console import print_line, print_warning
 from reporting.journal import Journal, evaluation_is_due
 from rewards import functions, rewards
-from step import objectives
+from step import effects, objectives, optimizers
 from step.loss import StepLoss
 from step.sample import Sample, sample_from_conversation
 from tasks import draws
@@ -99,6 +99,7 @@ class Run:
         Raises ValueError if the model or the initial adapter cannot be loaded, or if the adapter
         does not fit the model.
         """
+        optimizers.try_own_optimizer(config)
         self.config = config
         self.dir = run_dir
         self.step = 0
@@ -412,6 +413,7 @@ class Run:
         return {
             "dtype": str(self.model.head_weight.dtype),
             "loss_scale": self.learner.loss_scale._asdict(),
+            "optimizer": type(self.learner.optimizer).__name__,
             **counts,
             "best_step": self.journal.best_step,
             "least_budget": self.least_budget,
@@ -434,6 +436,9 @@ class Run:
         dtype = str(self.model.head_weight.dtype)
         checkpoint.refuse_different_tensors(state, self.learner.trainable, dtype, self.dir)
         extra = state.extra
+        optimizers.refuse_other_optimizer_state(
+            self.learner.optimizer, state.optimizer, extra.get("optimizer"), self.dir
+        )
         learner_state: dict[str, Any] = {}
         for name in update.COUNTS:
             learner_state[name] = extra[CHECKPOINT_KEYS.get(name, name)]
@@ -486,9 +491,10 @@ class GrpoRun(Run):
         self.task = self._make_task(config, run_dir)
         surprises = self._describe_surprising_rewards(config)
         self.custom = objectives.load_and_try_custom_objective(config)
+        self.ineffective = effects.describe_settings_without_effect(config, self.custom.loss)
         examples = self.task.train or self.task.held_out
         self.shared_messages, _ = chat_template.shared_opening_and_num_systems(examples)
-        print_lines([*self.task.notes, *surprises, *self.custom.notes])
+        print_lines([*self.task.notes, *surprises, *self.custom.notes, *self.ineffective])
 
         super().__init__(config, run_dir)
         self.toolbox = make_toolbox(
@@ -621,6 +627,11 @@ class GrpoRun(Run):
         super().open_logs_and_record_inputs()
         if world.is_first() and self.config.data.path:
             tasks.record_held_out_keys(self.dir, self.task.held_out)
+        if self.ineffective:
+            text = "; ".join(self.ineffective)
+            self.journal.record_warning_once(
+                self.step, health.RunWarning("settings without effect", text)
+            )
 
         grader_with_scores = (
             self.judge or self.witness
@@ -774,6 +785,7 @@ class SftRun(Run):
 
         super().__init__(config, run_dir)
         self.sources[path] = checkpoint.digest_of_reprs(*train, "held out", *all_held_out)
+        self.sources |= digest_functions_and_files([config.optimizer.kind])
         self.all_held_out = all_held_out
         held_out = []
         if config.evaluation.every:
@@ -843,14 +855,11 @@ def digest_data_and_source_files(config: Config, task: tasks.Task) -> dict[str, 
 
     A resumed run compares these digests with those in its checkpoint.
     """
-    digests = {}
-    for file in list_source_files(config, task):
-        digests[str(file)] = checkpoint.digest_of_reprs(file.read_bytes())
     specs = list_function_specs(config)
-    for spec in specs:  # functions that were defined in a notebook or program, and have no file
-        text = functions.source_in_main_program(spec)
-        if text:
-            digests[spec] = checkpoint.digest_of_reprs(text)
+    objective = config.objective
+    digests = digest_functions_and_files(
+        specs, [objective.teacher_prompt, task.rubric, task.witness]
+    )
 
     mix = task.problems and task.problems.mix
     examples_name = config.data.path or "task's examples"
@@ -865,7 +874,7 @@ def list_function_specs(config: Config) -> list[str]:
     objective = config.objective
     environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
     specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
-    return [*specs, objective.loss_type, objective.advantage]
+    return [*specs, objective.loss_type, objective.advantage, config.optimizer.kind]
 
 
 def list_source_files(config: Config, task: tasks.Task) -> list[Path]:
@@ -874,3 +883,25 @@ def list_source_files(config: Config, task: tasks.Task) -> list[Path]:
     names = [*function_files, config.objective.teacher_prompt, task.rubric, task.witness]
     files = [Path(name) for name in names if name]
     return [file for file in dict.fromkeys(files) if file.is_file()]
+
+
+def digest_functions_and_files(
+    specs: list[str], files: Sequence[str | Path | None] = ()
+) -> dict[str, str]:
+    """
+    Digests of the files that define the user's functions, and of other files, by path.
+
+    specs: the functions as FILE.py:function. A function of a notebook or program that has no file
+    is digested by its source code. files: further files; those that do not exist are left out.
+    """
+    digests = {}
+    function_files = [functions.file_of_spec(spec) for spec in specs]
+    for name in [*function_files, *files]:
+        if name and Path(name).is_file():
+            file = Path(name)
+            digests[str(file)] = checkpoint.digest_of_reprs(file.read_bytes())
+    for spec in specs:
+        text = functions.source_in_main_program(spec)
+        if text:
+            digests[spec] = checkpoint.digest_of_reprs(text)
+    return digests

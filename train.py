@@ -45,6 +45,7 @@ from typing import Any
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
+import grpo
 import gwen
 import trainer
 import update
@@ -182,7 +183,7 @@ def score(
         weights,
         scores,
         logged.extra,
-        compares_whole_step=config.objective.advantage == "reinforce",
+        compares_whole_step=grpo.compares_whole_step(config.objective.advantage),
     )
     return samples, logged, judgement
 
@@ -276,9 +277,10 @@ class Trainer:
 
         `data` and `eval_data` may each be a list of dictionaries, or a table from `datasets` or
         pandas. `reward` may be a function or a list of functions. `loss_type` and `advantage` may
-        be functions. Define your functions at the top level of a notebook or module, so that a
-        resumed run can find them. `callbacks` are objects with methods such as `on_step_end` (see
-        reporting/callbacks.py).
+        be functions, and `optimizer` may be a function or class that takes the learning rate and
+        returns an `mlx.optimizers.Optimizer`. Define your functions at the top level of a notebook
+        or module, so that a resumed run can find them. `callbacks` are objects with methods such as
+        `on_step_end` (see reporting/callbacks.py).
         """
         flags = trainer.flag_values_from_arguments(settings)
         return cls(trainer.make_run_spec(flags, recipe, run_dir=run_dir), callbacks)

@@ -21,6 +21,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.optimizers as optim
+
 import gwen
 import lora
 import sampler
@@ -72,6 +74,14 @@ def flag_values_from_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         return value
 
     refuse_unknown_settings(arguments)
+    optimizer = arguments.get("optimizer")
+    if isinstance(optimizer, optim.Optimizer):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"optimizer is a {name} object, which a resumed run could not make again; give a "
+            f"function that makes it: def make_optimizer(learning_rate): return {name}"
+            "(learning_rate), with optimizer=make_optimizer"
+        )
     for name in ("data", "eval_data"):
         if not isinstance(arguments.get(name, ""), (str, Path, type(None))):
             arguments[name], notes = data.write_rows_to_cache_file(arguments[name])
@@ -237,6 +247,12 @@ def run_steps(
     """
     if not run.holds_lock and world.is_first():
         run_files.lock_run_dir(run.dir)
+    if run.learner.optimizer is not run.learner.configured_optimizer:
+        name = type(run.learner.optimizer).__name__
+        print_warning(
+            f"the optimizer was replaced by {name}; the run sets its learning rate, and neither "
+            "config.yaml nor a resumed run knows of it; use optimizer= of Trainer.start instead"
+        )
     first_steps: list[dict[str, Any]] = []
     try:
         run.prepare_to_train()

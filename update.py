@@ -15,19 +15,17 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 import gwen
 import lora
 from config import Config
 from layers import lm_head
 from machine import alive, gpu, kernels, world
-from step import trust_region
+from step import optimizers, trust_region
 from step.batch import Batch, padding_fraction
 from step.loss import LOSS_PREFIX, MEASURED, BatchLoss, StepLoss, UpdateResult
 from step.trust_region import LEAST_SHARE, MOST_TRIES, SLACK, BoundedStep, MasterWeights
-
-MAX_GRAD_NORM = 1.0  # a gradient with a larger norm is scaled down to this norm
 
 # the run stops after this many failed updates in a row that no smaller loss scale can prevent
 MOST_FAILURES = 3
@@ -57,21 +55,6 @@ class LossScale(NamedTuple):
         return self._replace(good_steps=self.good_steps + 1)
 
 
-class Sgd(optim.Optimizer):
-    """
-    Plain gradient descent, w - lr g.
-
-    It stores no momentum, whereas MLX's own SGD stores a momentum of zeros.
-    """
-
-    def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
-        """Returns the parameters after one step. The arguments stay unchanged."""
-        self.state["step"] = self.step + 1
-        return tree_map(
-            lambda weight, grad: weight - self.learning_rate * grad, parameters, gradients
-        )
-
-
 class Learner:
     """
     A model in training, with the float32 masters of its trainable weights, an optimizer and a loss
@@ -92,12 +75,9 @@ class Learner:
 
         parameters = tree_flatten(model.trainable_parameters())
         self.trainable = {name: array.astype(mx.float32) for name, array in parameters}
-        self.optimizer: optim.Optimizer = Sgd()
-        if config.optimizer.kind == "adamw":
-            self.optimizer = optim.AdamW(
-                config.optimizer.learning_rate, weight_decay=0.0, bias_correction=True
-            )
-            self.optimizer.init(tree_unflatten(list(self.trainable.items())))
+        weights = tree_unflatten(list(self.trainable.items()))
+        self.configured_optimizer = optimizers.make_optimizer(config, weights)
+        self.optimizer = self.configured_optimizer
 
         is_float16 = model.head_weight.dtype == mx.float16
         self.loss_scale = LossScale(2.0**15 if is_float16 else 1.0, dynamic=is_float16)
@@ -236,7 +216,9 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
         if weights_before and not stats["skipped"]:
             if not bounded_steps:
                 probed = list(itertools.chain(*local_batches))
-                probe = trust_region.select_probe(probed, learner.optimizer.step.item())
+                probe = trust_region.select_probe(
+                    probed, optimizers.count_optimizer_steps(learner.optimizer)
+                )
             bounded = backtrack_to_target_kl(learner, weights_before, probe, target)
             # Later steps of the run keep the scale that was small enough. From the second step of
             # an update on, part of the KL is due to earlier steps, so the scale is at most halved.
@@ -301,7 +283,7 @@ def take_optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> Lo
     statistics.
     """
     grads, logprobs, stats = compute_gradient(learner, batches)
-    grads, norm = optim.clip_grad_norm(grads, MAX_GRAD_NORM)
+    grads, norm = clip_gradient(grads, learner.config.optimizer.max_grad_norm)
     stats["grad_norm"] = norm.item()
     overflow = not (math.isfinite(stats["grad_norm"]) and math.isfinite(stats["loss"]))
     stats["skipped"] = int(overflow)
@@ -321,6 +303,15 @@ def take_optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> Lo
         mx.eval(learner.trainable, learner.optimizer.state)
     learner.loss_scale = learner.loss_scale.scale_after_step(overflow)
     return LogprobsAndStats(logprobs, stats)
+
+
+def clip_gradient(gradient: Any, max_norm: float) -> tuple[Any, Any]:
+    """
+    The gradient, scaled down if its norm exceeds `max_norm`, and its norm before that.
+
+    max_norm: 0 leaves every gradient as it is.
+    """
+    return optim.clip_grad_norm(gradient, max_norm or math.inf)
 
 
 def compute_gradient(learner: Learner, batches: list[Batch]) -> GradientResult:
@@ -521,11 +512,13 @@ def scheduled_learning_rate(config: Config, step: int) -> float:
     The learning rate at a step, which is counted from 0.
 
     The rate rises linearly during the warm-up. It then falls along half a cosine, to a tenth of the
-    maximum rate.
+    maximum rate; with --lr-scheduler-type constant, it stays at the maximum.
     """
     settings = config.optimizer
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
+    if settings.lr_scheduler_type == "constant":
+        return settings.learning_rate
     num_decay_steps = max(settings.steps - settings.warmup_steps, 1)
     progress = (step - settings.warmup_steps) / num_decay_steps
     cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2

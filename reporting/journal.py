@@ -514,9 +514,15 @@ class Journal:
 
     def warn_once(self, step: int, new_warning: health.RunWarning) -> None:
         """Prints and records a warning, unless this run has already given the same warning."""
-        if new_warning.name not in {warning["name"] for warning in self.warnings.read()}:
-            self.warnings.write({"step": step} | new_warning._asdict())
+        if self.record_warning_once(step, new_warning):
             print_warning(f"WARNING after step {step}: {new_warning.text}.")
+
+    def record_warning_once(self, step: int, new_warning: health.RunWarning) -> bool:
+        """Records a warning for the page, unless the log has it. Returns whether it is new."""
+        if new_warning.name in {warning["name"] for warning in self.warnings.read()}:
+            return False
+        self.warnings.write({"step": step} | new_warning._asdict())
+        return True
 
     def _update_verdict_and_find_best_step(self) -> int | None:
         """Updates the verdict, prints its warning, and returns the step of the best evaluation."""

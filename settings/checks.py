@@ -16,6 +16,8 @@ from text.commands import command_prefix
 MOST_ROWS = 2**16  # completions per step; a laptop needs hours to sample this many
 LEAST_TARGET_KL = 1e-3  # nats per token; a smaller KL divergence is only rounding error
 
+ADAMW_SETTINGS = ("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
+
 # Gwen fuses some projections of a checkpoint into one. The parts of each fused projection:
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -226,6 +228,12 @@ def _find_optimizer_mistakes(config: Config) -> Iterator[str]:
             "--optimizer sgd needs a --target-kl above 0, "
             "because --target-kl determines the size of each step"
         )
+    if optimizer.kind == "sgd" and config.objective.loss_type == "sft":
+        yield (
+            "--optimizer sgd needs --target-kl, which is for runs that sample completions; "
+            "--loss-type sft cannot use it: leave --optimizer out"
+        )
+    yield from _find_adamw_mistakes(config)
     if 0 < optimizer.target_kl < LEAST_TARGET_KL:
         yield (
             f"--target-kl is {optimizer.target_kl:g}, but a KL divergence below 0.001 is only "
@@ -234,6 +242,20 @@ def _find_optimizer_mistakes(config: Config) -> Iterator[str]:
     layers = optimizer.checkpoint_layers
     if layers not in ("auto", "on", "off") and not layers.isdecimal():
         yield f"--checkpoint-layers is {layers!r}; it must be auto, on, off or a number"
+
+
+def _find_adamw_mistakes(config: Config) -> Iterator[str]:
+    kind = config.optimizer.kind
+    if kind == "adamw":
+        return
+    advice = f"set it in {kind} instead" if is_user_function(kind) else "leave it out"
+    values = config.to_flags()
+    for name in ADAMW_SETTINGS:
+        if values[name] != SETTINGS[name].default:
+            yield (
+                f"{flag_of(name)} {values[name]:g} is for --optimizer adamw, but --optimizer is "
+                f"{kind}; {advice}"
+            )
 
 
 def _find_sft_and_teacher_mistakes(config: Config) -> Iterator[str]:
@@ -270,6 +292,14 @@ def _find_objective_mistakes(config: Config) -> Iterator[str]:
         yield (
             "--groups is 1, but training compares the completions of a group; use at least 2 "
             "completions per prompt"
+        )
+    cap = objective.importance_sampling_cap
+    has_cap = cap != SETTINGS["importance_sampling_cap"].default
+    if has_cap and objective.importance_sampling_correction == "off":
+        yield (
+            f"--importance-sampling-cap {cap:g} bounds the weights of "
+            "--importance-sampling-correction, which is off; add "
+            "--importance-sampling-correction token, or leave the cap out"
         )
     num_chosen = objective.train_completions
     if num_chosen is not None and num_chosen > config.sampling.groups:

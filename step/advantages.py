@@ -20,7 +20,8 @@ from step.scoring import RewardWeights
 # one in this many samples without a gradient is computed anyway, for the statistics
 MEASURED_OF = 8
 # A function from rewards (B, G) float64 to advantages (B, G). If a group has fewer than G samples,
-# the missing rewards are nan.
+# the missing rewards are nan. An advantage of nan leaves the sample out of the update; a user's own
+# function returns a bool array for this purpose (see `step.objectives.compute_custom_advantages`).
 AdvantageFunction = Callable[[np.ndarray], np.ndarray]
 
 
@@ -39,7 +40,7 @@ def assign_advantages(
     chosen_groups = [[sample for sample in group if sample.is_chosen] for group in groups]
     group_advantages = compute_advantages(config, chosen_groups, weights, custom_function)
     differences = group_advantages
-    if custom_function is not None or config.objective.advantage == "reinforce":
+    if custom_function is not None or grpo.compares_whole_step(config.objective.advantage):
         # these advantages may be other than 0 although all rewards of a group are equal
         differences = grpo.group_advantages(
             padded_reward_table(chosen_groups), "none", signal_floor=grpo.SIGNAL_FLOOR
@@ -64,13 +65,17 @@ def _with_advantages(group: list[Sample], advantages: np.ndarray) -> list[Sample
     The samples of a group with their advantages; a sample that was not chosen gets 0.
 
     advantages: (G,) or (G, K), one row for each chosen sample, in their order, and then padding.
+    A sample whose advantage is nan is not chosen either. It leaves the divisors of the loss. A
+    sample whose advantage is 0 stays in them.
     """
     chosen_rows = [row for row, sample in enumerate(group) if sample.is_chosen]
     advantage_of_row = dict(zip(chosen_rows, advantages, strict=False))
     completed = []
     for row, sample in enumerate(group):
         advantage: float | np.ndarray = 0.0
-        if row in advantage_of_row:
+        if row in advantage_of_row and np.isnan(advantage_of_row[row]).any():
+            sample = sample._replace(is_chosen=False)
+        elif row in advantage_of_row:
             advantage = repeat_turn_advantages_per_token(sample, advantage_of_row[row])
         completed.append(sample._replace(advantage=advantage))
     return completed
@@ -191,11 +196,11 @@ def mark_for_update(
 
     If --truncated mask excludes a sample, no average counts the sample or its tokens. A sample
     whose advantage is 0 has no gradient, unless `all_have_gradient` is true; `StepLoss` finds out
-    from the loss whether it is. A sample that --train-completions did not choose never has a
-    gradient. Most samples without a gradient are left out. But one in MEASURED_OF samples without
-    a gradient is computed. The weights of these
-    samples make them represent the tokens of all samples without a gradient, so that averaged
-    statistics stay unbiased. Each step computes different samples without a gradient.
+    from the loss whether it is. A sample that --train-completions or an own advantage left out
+    never has a gradient. Most samples without a gradient are left out. But one in MEASURED_OF
+    samples without a gradient is computed. The weights of these samples make them represent the
+    tokens of all samples without a gradient, so that averaged statistics stay unbiased. Each step
+    computes different samples without a gradient.
     """
     selected = []
     for sample in samples:

@@ -4,7 +4,8 @@ Loads a user's own loss and advantage functions, and tries them out before a mod
 Gwen's own losses and advantages are in grpo.py. A user sets these flags:
 
     --loss-type FILE.py:function    (Tokens, Objective) -> Loss, like the functions in grpo.LOSSES
-    --advantage FILE.py:function    rewards (B, G) float64 -> advantages (B, G)
+    --advantage FILE.py:function    rewards (B, G) float64 -> advantages (B, G), or a tuple of the
+                                    advantages and is_trained (B, G) bool
 
 Axes: B groups, G samples in a group.
 """
@@ -28,13 +29,17 @@ from step.loss import SUMS, make_objective
 # a name of a sum that a loss returns
 NAME_OF_SUM = re.compile("[A-Za-z][A-Za-z0-9_]*")
 
+# If an own advantage is 0 for at least this many different rewards of a group, the user may want to
+# leave completions out. A baseline that equals one of the rewards causes a single 0.
+LEAST_ZEROS = 2
+
 
 class CustomObjective(NamedTuple):
     """A user's own functions. If a field is None, Gwen's function is used."""
 
     loss: grpo.LossFunction | None = None
     advantage: AdvantageFunction | None = None
-    notes: tuple[str, ...] = ()  # lines to print at the start of a run
+    notes: tuple[str, ...] = ()  # lines about these functions that the user should read
 
 
 def load_and_try_custom_objective(config: Config) -> CustomObjective:
@@ -53,7 +58,7 @@ def load_and_try_custom_objective(config: Config) -> CustomObjective:
     if is_user_function(settings.advantage):
         _, function = load_function("--advantage", settings.advantage)
         advantage = functools.partial(compute_custom_advantages, settings.advantage, function)
-        advantage(np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5]]))
+        notes += _try_advantage(settings.advantage, advantage, config.sampling.groups)
     return CustomObjective(loss, advantage, notes)
 
 
@@ -265,30 +270,67 @@ def _compute_or_raise_with_location(
 # ---- a user's advantage
 
 
+def _try_advantage(spec: str, function: AdvantageFunction, group_size: int) -> tuple[str, ...]:
+    """
+    Tries a user's advantage function on made-up rewards. Returns notes for the user.
+
+    group_size: the number of completions per prompt in the run.
+    """
+    small_trial = function(np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5]]))
+    if np.isnan(small_trial).all():
+        raise ValueError(
+            f"--advantage {spec} leaves out every completion, because is_trained is False "
+            "for each of them; make it True for the completions to train"
+        )
+    num_completions = max(group_size, 3)
+    advantages = function(np.linspace(0.0, 1.0, num_completions)[None])
+    num_zeros = int((advantages == 0).sum())
+    if num_zeros < LEAST_ZEROS:
+        return ()
+    return (
+        f"--advantage {spec} gave the advantage 0 to {num_zeros} of {num_completions} completions "
+        "with different rewards; their tokens still count in the divisor of the loss; to leave "
+        "completions out of the update, return (advantages, is_trained) with a bool array (B, G)",
+    )
+
+
 def compute_custom_advantages(
     spec: str, function: Callable[[np.ndarray], Any], rewards: np.ndarray
 ) -> np.ndarray:
     """
     Calls a user's advantage function with rewards (B, G) float64. Returns (B, G) float32.
 
-    The rewards of missing samples are nan, and their advantages are set to 0.
+    The function returns either the advantages, or the advantages and a bool array (B, G) that says
+    which samples the update trains. The advantage of a sample that is not trained becomes nan. The
+    rewards of missing samples are nan, and their advantages become 0.
 
     Raises ValueError if the user's function fails, or if it returns an array of another shape or a
     value that is not finite.
     """
     label = f"--advantage {spec}{file_and_line_suffix(function)}"
-    advantages = _compute_or_raise_with_location(
-        label, function, lambda: np.array(function(rewards.copy()), np.float32)
-    )
+
+    def call_function() -> tuple[np.ndarray, np.ndarray]:
+        """The user's advantages, and which samples are trained."""
+        result = function(rewards.copy())
+        is_trained = np.ones(rewards.shape, bool)
+        if isinstance(result, tuple) and len(result) == 2:
+            chosen = np.asarray(result[1])
+            if chosen.dtype == bool and chosen.shape == rewards.shape:
+                result, is_trained = result[0], chosen
+        return np.array(result, np.float32), is_trained
+
+    advantages, is_trained = _compute_or_raise_with_location(label, function, call_function)
     if advantages.shape != rewards.shape:
         raise ValueError(
             f"{label} returned the shape {advantages.shape} for rewards of shape {rewards.shape}; "
             "return one advantage for each reward"
         )
-    advantages[np.isnan(rewards)] = 0
-    if not np.isfinite(advantages).all():
+    is_missing = np.isnan(rewards)
+    if not np.isfinite(advantages[is_trained & ~is_missing]).all():
         raise ValueError(
             f"{label} returned {shorten_value(advantages.tolist())} for the rewards "
             f"{shorten_value(rewards.tolist())}; all advantages must be finite"
         )
+    advantages[~is_trained] = np.nan
+    advantages[is_missing] = 0
     return advantages

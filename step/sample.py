@@ -55,7 +55,8 @@ class Sample(NamedTuple):
     extra_columns: dict[str, Any] = EMPTY  # the values that reward functions passed to `log_extra`
 
     # ---- set by step/advantages.py
-    is_chosen: bool = True  # False: --train-completions leaves the sample out of the update
+    # False: --train-completions or an own advantage leaves the sample out of the update
+    is_chosen: bool = True
     advantage: float | np.ndarray = 0.0  # a single number, or (T,) with one number per token
 
     # whether any sample in the group has an advantage other than 0 and counts in the loss

@@ -137,8 +137,10 @@ def advantages(groups, scale="group", baseline="group"):
                 reference = sum(group) / size
             elif baseline == "rloo":
                 reference = sum(group[j] for j in range(size) if j != i) / (size - 1)
-            else:
+            elif baseline == "reinforce":
                 reference = sum(everything) / len(everything)
+            else:
+                raise KeyError(f"write down the baseline {baseline} here, from its paper")
             one = group[i] - reference
             if scale == "mean":
                 one /= max(sum(group) / size, (max(group) - min(group)) / size)

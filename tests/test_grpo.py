@@ -48,6 +48,8 @@ def ours(case, new, *, rows=None, **settings):
 LOSSES = [
     name for name in grpo.LOSSES if name not in ("distill", "sft")
 ]  # those of a policy with advantages
+GROUP_BASELINES = [name for name, row in grpo.BASELINES.items() if not row.compares_step]
+STEP_BASELINES = [name for name, row in grpo.BASELINES.items() if row.compares_step]
 LEVELS, SCALES = ("token", "sequence"), ("group", "batch", "mean", "none")
 KLS = [{}, {"beta": 0.3}]
 CLIPS = [{}, {"epsilon": 0.1, "epsilon_high": 0.28}, {"epsilon": 0.05, "epsilon_high": 0.05}]
@@ -149,7 +151,10 @@ def test_frozen_cases(settings, expected, gradient):
 @pytest.mark.parametrize("sizes", [[8] * 4, [2, 5, 3]])
 @pytest.mark.parametrize(
     ("baseline", "scale"),
-    [*itertools.product(("group", "rloo"), SCALES), ("reinforce", "batch"), ("reinforce", "none")],
+    [
+        *itertools.product(GROUP_BASELINES, SCALES),
+        *itertools.product(STEP_BASELINES, ("batch", "none")),
+    ],
 )
 def test_advantages_equal_the_oracle_and_what_is_missing_of_a_group_has_none(
     baseline, scale, sizes
@@ -175,7 +180,7 @@ def test_a_group_that_is_equal_in_every_reward_has_exactly_zero_advantage(reward
     assert (grpo.gdpo_decoupled_advantages(rewards, [1.0, 0.3])[0] == 0).all()
 
 
-@pytest.mark.parametrize("baseline", ["group", "rloo"])
+@pytest.mark.parametrize("baseline", GROUP_BASELINES)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 1e6, 123.456, 0.0])
 def test_a_group_of_equal_rewards_has_exactly_zero_advantage(baseline, scale, reward):
@@ -190,7 +195,7 @@ FLOORED = np.array(
 # The 16 rewards have the deviation 1.1824: at a floor of 1% a group within 0.0118 is noise, here the second.
 
 
-@pytest.mark.parametrize("baseline", ["group", "rloo"])
+@pytest.mark.parametrize("baseline", GROUP_BASELINES)
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_group_whose_rewards_lie_within_the_floor_has_zero_advantage_and_no_other_changes(
     baseline, scale
@@ -205,7 +210,11 @@ def test_a_group_whose_rewards_lie_within_the_floor_has_zero_advantage_and_no_ot
 
 
 @pytest.mark.parametrize(
-    ("scale", "baseline"), [("group", "group"), ("none", "rloo"), ("batch", "reinforce")]
+    ("scale", "baseline"),
+    [
+        *itertools.product(SCALES, GROUP_BASELINES),
+        *itertools.product(("batch", "none"), STEP_BASELINES),
+    ],
 )
 def test_a_step_that_is_noise_everywhere_has_no_signal_although_its_deviation_is_noise_too(
     scale, baseline

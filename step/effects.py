@@ -1,0 +1,204 @@
+"""
+Finds the loss settings of a run that do not change its training, before the first step.
+
+Whether a setting changes the training follows from the loss: the gradient on made-up tokens is
+computed with the setting and without it. So this file needs no list of the settings that each loss
+uses, and it covers a user's own loss, too.
+
+With one update per rollout, the importance ratio is always 1. Then no clip range has an effect, and
+some losses have the same gradient.
+
+Axes: M rows, T tokens of a row.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+import grpo
+from config import SETTINGS, Config, is_user_function
+from flags import flag_of
+from step.loss import make_objective
+
+# for each setting of a loss: a value with which the setting changes nothing
+NEUTRAL: dict[str, Any] = {
+    "epsilon": 1e9,
+    "epsilon_high": 1e9,
+    "importance_sampling_level": "token",
+    "importance_sampling_correction": "off",
+}
+TOLERANCE = 1e-5  # a smaller relative difference between two gradients is rounding
+# The importance ratios of the made-up tokens range from e^-8 to e^8, so that they exceed any usual
+# clip range.
+MOST_LOG_RATIO = 8.0
+NUM_ROWS = 16
+NUM_TOKENS = 6
+
+
+def describe_settings_without_effect(
+    config: Config, own_loss: grpo.LossFunction | None = None
+) -> list[str]:
+    """
+    A line for each setting of the loss that is not at its default and does not change the training.
+
+    own_loss: the user's own loss function; None for the loss that --loss-type names.
+    """
+    if config.objective.loss_type in ("sft", "distill"):
+        return []  # settings/checks.py refuses the settings that these losses cannot use
+    loss = own_loss or grpo.LOSSES[config.objective.loss_type]
+    lines = list(_describe_bounds_without_effect(config, loss))
+    lines += _describe_loss_with_equal_gradient(config, loss)
+    lines += _describe_unused_reference(config, loss)
+    return lines
+
+
+def _describe_bounds_without_effect(config: Config, loss: grpo.LossFunction) -> Iterator[str]:
+    """A line for each setting in NEUTRAL that is set but does not change the gradient."""
+    objective = make_objective(config)
+    values = config.to_flags()
+    defaults = Config.from_flags().to_flags()
+    tokens = make_varied_tokens(config, has_one_update(config))
+    tokens_of_later_updates = make_varied_tokens(config, are_ratios_one=False)
+    for name, neutral_value in NEUTRAL.items():
+        assert name in SETTINGS, name
+        if values[name] == defaults[name]:
+            continue
+        without = objective._replace(**{name: neutral_value})
+        if not have_equal_gradients(loss, objective, loss, without, tokens):
+            continue
+        setting = f"{flag_of(name)} {values[name]}"
+        if have_equal_gradients(loss, objective, loss, without, tokens_of_later_updates):
+            loss_type = config.objective.loss_type
+            yield f"{setting} has no effect, because --loss-type {loss_type} does not use it"
+        else:
+            yield f"{setting} has no effect, because {_explain_one_update()}"
+
+
+def _describe_loss_with_equal_gradient(config: Config, loss: grpo.LossFunction) -> Iterator[str]:
+    """A line if the loss trains exactly like one that grpo.LOSSES lists before it."""
+    if not has_one_update(config):
+        return
+    loss_type = config.objective.loss_type
+    objective = make_objective(config)
+    tokens = make_varied_tokens(config, are_ratios_one=True)
+    for name, other in grpo.LOSSES.items():
+        if name in (loss_type, "sft", "distill"):
+            return
+        # a range that clips nothing: --epsilon-high of cispo means another thing in other losses
+        other_objective = objective._replace(loss_type=name, epsilon_high=NEUTRAL["epsilon_high"])
+        if have_equal_gradients(loss, objective, other, other_objective, tokens):
+            yield (
+                f"--loss-type {loss_type} trains exactly like --loss-type {name}, because "
+                f"{_explain_one_update()}"
+            )
+            return
+
+
+def _describe_unused_reference(config: Config, loss: grpo.LossFunction) -> Iterator[str]:
+    """A line if --beta asks for reference log-probabilities that an own loss does not use."""
+    settings = config.objective
+    if not settings.beta or not is_user_function(settings.loss_type):
+        return
+    objective = make_objective(config)
+    tokens = make_varied_tokens(config, has_one_update(config))
+    assert tokens.ref_logprobs is not None
+    other = tokens._replace(ref_logprobs=tokens.ref_logprobs - 0.5)
+    if not _are_close(_gradient(loss, objective, tokens), _gradient(loss, objective, other)):
+        return
+
+    fact = (
+        f"the gradient of --loss-type {settings.loss_type} does not depend on tokens.ref_logprobs"
+    )
+    has_same_sums = _sums(loss, objective, tokens) == _sums(loss, objective, other)
+    if not has_same_sums:
+        yield f"--beta {settings.beta:g} only measures a metric, because {fact}"
+        return
+    yield (
+        f"--beta {settings.beta:g} pays for a reference pass in every step that nothing uses, "
+        f"because {fact}; set --beta 0"
+    )
+
+
+def has_one_update(config: Config) -> bool:
+    """Whether each rollout gets a single update, so that every importance ratio is 1."""
+    return config.optimizer.num_iterations == config.optimizer.mini_batches == 1
+
+
+def _explain_one_update() -> str:
+    return (
+        "each rollout gets one update (--num-iterations 1, --mini-batches 1), so the importance "
+        "ratio is always 1"
+    )
+
+
+# ---- gradients on made-up tokens
+
+
+def make_varied_tokens(config: Config, are_ratios_one: bool) -> grpo.Tokens:
+    """
+    Made-up tokens, whose ratios are either all 1 or far apart.
+
+    The tokens of a row have the same advantage, unless an environment may reward turns.
+    """
+    rng = np.random.default_rng(0)
+    shape = (NUM_ROWS, NUM_TOKENS)
+    logprobs = -rng.gamma(1, 1, shape)
+    log_ratios = rng.uniform(-MOST_LOG_RATIO, MOST_LOG_RATIO, shape)
+    lengths = rng.integers(1, NUM_TOKENS + 1, NUM_ROWS)
+    mask = np.arange(NUM_TOKENS) < lengths[:, None]
+    advantages = rng.normal(size=shape if config.tools.env else (NUM_ROWS, 1))
+    reference = logprobs + rng.normal(0, 0.3, shape) if config.objective.beta else None
+    return grpo.Tokens(
+        _to_float32(logprobs),
+        _to_float32(logprobs if are_ratios_one else logprobs - log_ratios),
+        _to_float32(advantages),
+        _to_float32(mask),
+        ref_logprobs=None if reference is None else _to_float32(reference),
+        num_items=int(mask.sum()),
+        num_rows=NUM_ROWS,
+        weights=mx.ones((NUM_ROWS, 1)),
+        entropies=_to_float32(rng.gamma(2, 1, shape)),
+        sampled_logprobs=_to_float32(logprobs + rng.normal(0, 0.3, shape)),
+    )
+
+
+def _to_float32(values: np.ndarray) -> mx.array:
+    return mx.array(values.astype(np.float32))
+
+
+def have_equal_gradients(
+    loss: grpo.LossFunction,
+    objective: grpo.Objective,
+    other_loss: grpo.LossFunction,
+    other_objective: grpo.Objective,
+    tokens: grpo.Tokens,
+) -> bool:
+    """Whether two losses have the same gradient on the tokens, apart from rounding."""
+    gradient = _gradient(loss, objective, tokens)
+    return _are_close(gradient, _gradient(other_loss, other_objective, tokens))
+
+
+def _gradient(
+    loss: grpo.LossFunction, objective: grpo.Objective, tokens: grpo.Tokens
+) -> np.ndarray:
+    """The gradient of the loss with respect to the log-probabilities, (M, T)."""
+
+    def loss_value(logprobs: mx.array) -> mx.array:
+        return loss(tokens._replace(logprobs=logprobs), objective).value
+
+    return np.array(mx.grad(loss_value)(tokens.logprobs))
+
+
+def _are_close(gradient: np.ndarray, other: np.ndarray) -> bool:
+    scale = np.abs(gradient).max()
+    return bool(np.abs(gradient - other).max() <= TOLERANCE * scale)  # False if a value is nan
+
+
+def _sums(
+    loss: grpo.LossFunction, objective: grpo.Objective, tokens: grpo.Tokens
+) -> dict[str, Any]:
+    """The statistics that the loss returns."""
+    sums = loss(tokens, objective).sums
+    return {name: value.item() for name, value in sums.items()}

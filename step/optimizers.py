@@ -1,0 +1,187 @@
+"""
+Makes the optimizer of a run: AdamW, plain gradient descent, or an optimizer of the user.
+
+    --optimizer FILE.py:function    learning rate -> mlx.optimizers.Optimizer
+
+The run sets the learning rate of every optimizer before each step. step/trust_region.py assumes
+that a step is proportional to the learning rate. Moving and clipping gradients is in update.py.
+"""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+
+from config import Config, is_user_function
+from prompts.examples import shorten_value
+from rewards.functions import describe_error_in_function, file_and_line_suffix, load_function
+
+# A function from the learning rate to a new optimizer with this learning rate.
+OptimizerFunction = Callable[[float], optim.Optimizer]
+
+
+class Sgd(optim.Optimizer):
+    """
+    Plain gradient descent, w - lr g.
+
+    It stores no momentum, whereas MLX's own SGD stores a momentum of zeros.
+    """
+
+    def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+        """Returns the parameters after one step. The arguments stay unchanged."""
+        self.state["step"] = self.step + 1
+        return tree_map(
+            lambda weight, grad: weight - self.learning_rate * grad, parameters, gradients
+        )
+
+
+def make_optimizer(config: Config, weights: Any) -> optim.Optimizer:
+    """
+    Makes the optimizer that the settings describe, with the initial state for the weights.
+
+    weights: a tree of the trained float32 weights.
+    Raises ValueError, with file and line, if the user's function fails.
+    """
+    settings = config.optimizer
+    if settings.kind == "sgd":
+        return Sgd()
+    if is_user_function(settings.kind):
+        _, function = load_function("--optimizer", settings.kind)
+        optimizer = _call_function(settings.kind, function, settings.learning_rate)
+    else:
+        optimizer = optim.AdamW(
+            settings.learning_rate,
+            betas=[settings.adam_beta1, settings.adam_beta2],
+            eps=settings.adam_epsilon,
+            weight_decay=settings.weight_decay,
+            bias_correction=True,
+        )
+    # an optimizer of the user may make its state only in its first step
+    with contextlib.suppress(NotImplementedError):
+        optimizer.init(weights)
+    return optimizer
+
+
+def count_optimizer_steps(optimizer: optim.Optimizer) -> int:
+    """The number of steps that the optimizer has taken."""
+    if isinstance(optimizer, optim.MultiOptimizer):  # it counts the steps only in its parts
+        return count_optimizer_steps(optimizer.optimizers[0])
+    return int(optimizer.step.item())
+
+
+# ---- trying a user's optimizer
+
+
+def try_own_optimizer(config: Config) -> None:
+    """
+    Makes the user's optimizer, and takes one step with it on a few weights.
+
+    Does nothing if the optimizer is not the user's own.
+
+    Raises ValueError, with file and line, if the function or the step fails, or if the optimizer
+    would not use the run's learning rate.
+    """
+    spec = config.optimizer.kind
+    if not is_user_function(spec):
+        return
+    rate = config.optimizer.learning_rate
+    _, function = load_function("--optimizer", spec)
+    label = _label(spec, function)
+    optimizer = _call_function(spec, function, rate)
+    if _call_function(spec, function, rate) is optimizer:
+        raise ValueError(
+            f"{label} returned the same object twice; make a new optimizer in each call, because "
+            "a run must not continue with the state of another run"
+        )
+    _refuse_other_learning_rate(label, optimizer, rate)
+
+    weights = {"weight": mx.ones((4, 2))}
+    gradients = {"weight": mx.arange(1.0, 9.0).reshape(4, 2)}
+    try:
+        changed = optimizer.apply_gradients(gradients, weights)
+        values = np.array(changed["weight"])
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{label} {describe_error_in_function(error, function)}") from error
+    if values.shape != (4, 2) or not np.isfinite(values).all():
+        raise ValueError(
+            f"{label} made a weight inf or nan, or changed its shape, in a step on the weights "
+            f"{shorten_value(weights['weight'].tolist())}"
+        )
+
+
+def _label(spec: str, function: Callable[..., Any]) -> str:
+    return f"--optimizer {spec}{file_and_line_suffix(function)}"
+
+
+def _call_function(spec: str, function: Callable[..., Any], rate: float) -> optim.Optimizer:
+    """Calls the user's function. Raises ValueError unless it returns an optimizer."""
+    label = _label(spec, function)
+    try:
+        optimizer = function(rate)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{label} {describe_error_in_function(error, function)}") from error
+    if not isinstance(optimizer, optim.Optimizer):
+        raise ValueError(
+            f"{label} returned {shorten_value(optimizer)}; return an mlx.optimizers.Optimizer"
+        )
+    return optimizer
+
+
+def _refuse_other_learning_rate(label: str, optimizer: optim.Optimizer, rate: float) -> None:
+    """Raises ValueError if the optimizer has a learning rate that the run would overwrite."""
+    if isinstance(optimizer, optim.MultiOptimizer):
+        for part in optimizer.optimizers:
+            _refuse_other_learning_rate(label, part, rate)
+        return
+    advice = "give the optimizer the argument of the function as its learning rate"
+    if "learning_rate" in optimizer._schedulers:
+        raise ValueError(
+            f"{label} has a schedule of its own for the learning rate, which the run would "
+            f"overwrite; {advice}, and set --lr-scheduler-type and --warmup-steps"
+        )
+    if "learning_rate" not in optimizer.state:
+        raise ValueError(f"{label} has no learning rate, which the run must set; {advice}")
+    own_rate = float(optimizer.learning_rate.item())
+    if abs(own_rate - rate) > 1e-6 * abs(rate):
+        raise ValueError(
+            f"{label} has the learning rate {own_rate:g}, but the run has --learning-rate "
+            f"{rate:g} and would overwrite it; {advice}, and set --learning-rate {own_rate:g}"
+        )
+
+
+# ---- the state in a checkpoint
+
+
+def refuse_other_optimizer_state(
+    optimizer: optim.Optimizer,
+    saved_state: dict[str, mx.array],
+    saved_name: str | None,
+    run_dir: Path,
+) -> None:
+    """
+    Raises ValueError if a checkpoint contains the state of another optimizer.
+
+    saved_state: the state in the checkpoint, by flattened name. saved_name: the class of the
+    optimizer that made the state; None in checkpoints of earlier versions.
+    """
+    name = type(optimizer).__name__
+    own_state = dict(tree_flatten(optimizer.state))
+    own_names = own_state.keys() - {"learning_rate"}  # Sgd has no rate before its first step
+    fits = own_names <= saved_state.keys() and all(
+        own_state[key].shape == saved_state[key].shape for key in own_names
+    )
+    if fits and saved_name in (None, name):
+        return
+    saved = f"the optimizer {saved_name}" if saved_name else "another optimizer"
+    if saved_name == name:
+        saved = f"an optimizer {name} with other settings"
+    raise ValueError(
+        f"--resume {run_dir}: the checkpoint has the state of {saved}, but this run uses {name}; "
+        f"resume with the optimizer that the run had, as --optimizer FILE.py:function (in Python, "
+        f"optimizer=), or start a new run from its weights with --init-adapter {run_dir}"
+    )

@@ -1,0 +1,151 @@
+"""The settings that cannot change the training are named before the first step."""
+
+import mlx.core as mx
+import pytest
+
+import grpo
+import preflight
+import train
+from config import Config
+from step import effects
+from step.effects import describe_settings_without_effect
+from tests.small_run import SMALL_FLAGS
+from tests.test_grpo import LOSSES
+
+OWN = """
+import grpo
+
+def no_reference(tokens, objective):
+    each = -tokens.advantages * tokens.logprobs * tokens.mask * tokens.entropies
+    return grpo.Loss(each.sum() / tokens.num_items, {})
+
+def measures_reference(tokens, objective):
+    loss = no_reference(tokens, objective)
+    kl = grpo.kl_term(tokens.logprobs, tokens.ref_logprobs) * tokens.mask
+    return loss._replace(sums={"kl": kl.sum()})
+
+def uses_reference(tokens, objective):
+    loss = no_reference(tokens, objective)
+    kl = grpo.kl_term(tokens.logprobs, tokens.ref_logprobs) * tokens.mask
+    return loss._replace(value=loss.value + objective.beta * kl.sum() / tokens.num_items)
+"""
+ONE_UPDATE = (
+    "because each rollout gets one update (--num-iterations 1, --mini-batches 1), so the "
+    "importance ratio is always 1"
+)
+
+
+def describe(**settings):
+    return describe_settings_without_effect(Config.from_flags(**settings))
+
+
+def test_the_defaults_have_no_setting_without_effect():
+    assert describe() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"epsilon": 0.01}, [f"--epsilon 0.01 has no effect, {ONE_UPDATE}"]),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            [
+                f"--epsilon-high 5.0 has no effect, {ONE_UPDATE}",
+                f"--loss-type cispo trains exactly like --loss-type dapo, {ONE_UPDATE}",
+            ],
+        ),
+        (
+            {"loss_type": "sapo"},
+            [f"--loss-type sapo trains exactly like --loss-type grpo, {ONE_UPDATE}"],
+        ),
+        (
+            {"importance_sampling_level": "sequence"},
+            [f"--importance-sampling-level sequence has no effect, {ONE_UPDATE}"],
+        ),
+    ],
+    ids=str,
+)
+def test_with_one_update_per_rollout_a_line_names_what_has_no_effect(settings, expected):
+    assert describe(**settings) == expected
+
+
+@pytest.mark.parametrize("updates", [{"num_iterations": 2}, {"mini_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epsilon": 0.01},
+        {"epsilon_high": 0.28},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "sapo"},
+        {"importance_sampling_level": "sequence"},
+    ],
+    ids=str,
+)
+def test_with_several_updates_per_rollout_these_settings_have_an_effect(updates, settings):
+    assert describe(**updates, **settings) == []
+
+
+def test_a_bound_that_the_loss_never_reads_has_no_effect_in_any_update():
+    expected = "--epsilon 0.1 has no effect, because --loss-type sapo does not use it"
+    assert describe(loss_type="sapo", epsilon=0.1, num_iterations=2) == [expected]
+    (line,) = describe(loss_type="cispo", epsilon_high=5.0, epsilon=0.1, num_iterations=2)
+    assert line == "--epsilon 0.1 has no effect, because --loss-type cispo does not use it"
+
+
+def test_a_sequence_ratio_has_an_effect_where_turns_have_advantages_of_their_own():
+    assert describe(importance_sampling_level="sequence", env="world.py:World") == []
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_setting_is_called_ineffective_exactly_if_the_gradient_stays_the_same(loss):
+    """Every loss: with random tokens of another seed, at a ratio of 1 and far from it."""
+    for settings in ({"epsilon": 0.05}, {"epsilon_high": 1.5}):
+        for updates in (1, 2):
+            config = Config.from_flags(loss_type=loss, num_iterations=updates, **settings)
+            lines = describe_settings_without_effect(config)
+            name = next(iter(settings))
+            is_named = any(line.startswith(f"--{name.replace('_', '-')} ") for line in lines)
+            logprobs = -mx.random.uniform(0.1, 2.0, (64, 5), key=mx.random.key(7))
+            shift = mx.random.uniform(-3.0, 3.0, (64, 5), key=mx.random.key(8))
+            advantages = mx.random.normal((64, 1), key=mx.random.key(9))
+            old = logprobs - shift * (updates > 1)
+            tokens = grpo.Tokens(logprobs, old, advantages, mx.ones((64, 5)))
+            objective = grpo.Objective(loss_type=loss, max_tokens=5, **settings)
+            free = objective._replace(**{name: 1e9})
+            function = grpo.LOSSES[loss]
+            is_equal = effects.have_equal_gradients(function, objective, function, free, tokens)
+            assert is_named == is_equal, (settings, updates)
+
+
+def describe_own(tmp_path, name, **settings):
+    from step import objectives
+
+    (tmp_path / "own.py").write_text(OWN)
+    config = Config.from_flags(loss_type=f"{tmp_path}/own.py:{name}", **settings)
+    custom = objectives.load_and_try_custom_objective(config)
+    return describe_settings_without_effect(config, custom.loss)
+
+
+def test_a_reference_pass_that_an_own_loss_does_not_use_is_named(tmp_path):
+    (line,) = describe_own(tmp_path, "no_reference", beta=0.1)
+    assert line.startswith("--beta 0.1 pays for a reference pass in every step that nothing uses")
+    assert line.endswith("does not depend on tokens.ref_logprobs; set --beta 0")
+    (line,) = describe_own(tmp_path, "measures_reference", beta=0.1)
+    assert line.startswith("--beta 0.1 only measures a metric")
+    assert describe_own(tmp_path, "uses_reference", beta=0.1) == []
+    assert describe_own(tmp_path, "no_reference") == []
+
+
+def test_the_lines_are_printed_at_the_start_and_by_preflight_and_recorded_once(tmp_path, capsys):
+    run = tmp_path / "run"
+    flags = [*SMALL_FLAGS, "--task", "demo", "--eval-every", "0", "--epsilon", "0.01"]
+    train.main([*flags, "--steps", "1", "--run-dir", str(run)])
+    printed = " ".join(capsys.readouterr().out.split())
+    line = f"--epsilon 0.01 has no effect, {ONE_UPDATE}"
+    assert printed.index(line) < printed.index("step")
+    train.main(["--resume", str(run), "--steps", "2"])
+    assert line in " ".join(capsys.readouterr().out.split())
+    assert (run / "warnings.jsonl").read_text().count("--epsilon 0.01 has no effect") == 1
+    assert "--epsilon 0.01 has no effect" in (run / "report.html").read_text()
+    preflight.main(flags)
+    assert line in " ".join(capsys.readouterr().out.split())

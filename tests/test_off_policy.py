@@ -1,0 +1,169 @@
+"""--importance-sampling-correction: samples of an older policy train the present one without bias."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import yaml
+
+import grpo
+import train
+from config import Config
+from step.batch import make_batches
+from step.effects import describe_settings_without_effect
+from step.loss import StepLoss
+from tests.small_run import (
+    SMALL_FLAGS,
+    make_run,
+    record_gradient,
+    sample_first_prompts,
+    shift_logprobs,
+    update_once,
+)
+from tests.test_grpo import LOSSES, array
+
+LEVELS = ("token", "sequence")
+RNG = np.random.default_rng(4)
+MASK = np.array([[1.0, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
+OLD = -RNG.gamma(1, 1, MASK.shape)
+SAMPLED = OLD + RNG.normal(0, 0.8, MASK.shape)
+NEW = OLD + RNG.normal(0, 0.1, MASK.shape)
+ADVANTAGES = np.array([1.0, -0.5, 0.7])
+
+
+def loss_value(new, *, loss="dapo", sampled=SAMPLED, ref=None, **settings):
+    objective = grpo.Objective(loss_type=loss, max_tokens=4, epsilon_high=5.0, **settings)
+    tokens = grpo.Tokens(
+        new,
+        array(OLD),
+        array(ADVANTAGES),
+        array(MASK),
+        ref_logprobs=None if ref is None else array(ref),
+        sampled_logprobs=array(sampled),
+    )
+    return grpo.LOSSES[loss](tokens, objective).value
+
+
+def gradient(**settings):
+    return np.array(mx.grad(lambda new: loss_value(new, **settings))(array(NEW)))
+
+
+def expected_weights(level, cap):
+    log_ratio = np.where(MASK > 0, OLD - SAMPLED, 0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(axis=1, keepdims=True)
+    return np.minimum(np.exp(log_ratio), cap)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("cap", [1.2, 3.0, 1e6])
+def test_the_gradient_of_each_token_is_multiplied_by_the_truncated_weight(loss, cap):
+    plain = gradient(loss=loss)
+    found = gradient(loss=loss, importance_sampling_correction="token", importance_sampling_cap=cap)
+    np.testing.assert_allclose(found, plain * expected_weights("token", cap), atol=1e-6)
+    found = gradient(
+        loss=loss, importance_sampling_correction="sequence", importance_sampling_cap=cap
+    )
+    np.testing.assert_allclose(found, plain * expected_weights("sequence", cap), atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_kl_term_is_not_weighted(level):
+    ref = OLD - 0.3
+    weighted = gradient(importance_sampling_correction=level)
+    with_kl = gradient(importance_sampling_correction=level, beta=0.1, ref=ref)
+    np.testing.assert_allclose(
+        with_kl - weighted, gradient(beta=0.1, ref=ref) - gradient(), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
+def test_recorded_values_at_padding_have_no_influence(level, garbage):
+    wild = np.where(MASK > 0, SAMPLED, garbage)
+    np.testing.assert_array_equal(
+        gradient(sampled=wild, importance_sampling_correction=level),
+        gradient(importance_sampling_correction=level),
+    )
+
+
+def test_the_expected_gradient_on_samples_of_another_policy_is_that_on_policy():
+    """All answers of one token: each has its own row, counted by the sampler's probability."""
+    logits = RNG.normal(size=(2, 6))
+    policy, sampler = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    advantages = RNG.normal(size=6)
+    objective = grpo.Objective(importance_sampling_correction="token", importance_sampling_cap=1e6)
+
+    def value(new):
+        tokens = grpo.Tokens(
+            new,
+            array(np.log(policy))[:, None],
+            array(advantages * sampler),  # the expectation over the sampler
+            mx.ones((6, 1)),
+            sampled_logprobs=array(np.log(sampler))[:, None],
+        )
+        return grpo.LOSSES["dapo"](tokens, objective).value
+
+    found = np.array(mx.grad(value)(array(np.log(policy))[:, None]))[:, 0] * 6
+    np.testing.assert_allclose(found, -policy * advantages, atol=1e-6)
+
+
+def test_replayed_samples_get_weights_and_fresh_ones_change_nothing(tmp_path):
+    run = make_run(tmp_path)
+    update_once(run)  # B of the adapters is 0 before
+    fresh = sample_first_prompts(run)
+    old = shift_logprobs(fresh, 0.5)
+    corrected = StepLoss(
+        run.config.copy_with_settings(importance_sampling_correction="token"), run.sizes
+    )
+    gradients = {}
+    for name, samples in (("fresh", fresh), ("old", old)):
+        batches = make_batches(samples, 100_000)
+        plain = run.learner.loss
+        gradients[name, "off"] = record_gradient(run, batches)[1]
+        run.learner.loss = corrected
+        gradients[name, "token"] = record_gradient(run, batches)[1]
+        run.learner.loss = plain
+
+    def distance(samples):
+        off, on = (gradients[samples, level] for level in ("off", "token"))
+        largest = max(mx.abs(array).max().item() for array in off.values())
+        return max(mx.abs(on[name] - off[name]).max().item() for name in off) / largest
+
+    assert distance("fresh") < 1e-3
+    assert distance("old") > 0.05
+
+
+def test_a_run_with_the_correction_records_it_and_a_cap_alone_is_refused(tmp_path, check_refusal):
+    flags = [*SMALL_FLAGS, "--task", "demo", "--eval-every", "0", "--steps", "1"]
+    cap = ["--importance-sampling-cap", "2"]
+    on = ["--importance-sampling-correction", "sequence"]
+    train.main([*flags, *on, *cap, "--run-dir", str(tmp_path / "run")])
+    settings = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert settings["importance_sampling_correction"] == "sequence"
+    assert settings["importance_sampling_cap"] == 2
+    check_refusal(train.main, [*flags, *cap], "--importance-sampling-cap 2 bounds the weights of")
+
+
+def test_an_own_loss_that_ignores_the_correction_is_named():
+    def ignores(tokens, objective):
+        each = -tokens.advantages * tokens.logprobs * tokens.mask * tokens.entropies
+        return grpo.Loss(each.sum() / tokens.num_items, {})
+
+    config = Config.from_flags(importance_sampling_correction="token", loss_type="own.py:ignores")
+    (line,) = describe_settings_without_effect(config, ignores)
+    assert line == (
+        "--importance-sampling-correction token has no effect, because --loss-type own.py:ignores "
+        "does not use it"
+    )
+    builtin = Config.from_flags(importance_sampling_correction="token")
+    assert describe_settings_without_effect(builtin) == []
+
+
+def test_the_names_of_trl_are_understood(tmp_path, capsys):
+    (tmp_path / "trl.yaml").write_text(
+        "num_generations: 4\nvllm_importance_sampling_mode: sequence_truncate\n"
+        "vllm_importance_sampling_correction: true\nvllm_importance_sampling_cap: 2.0\n"
+    )
+    train.main(["--from-trl", str(tmp_path / "trl.yaml")])
+    recipe = yaml.safe_load(capsys.readouterr().out)
+    assert recipe["importance_sampling_correction"] == "sequence"

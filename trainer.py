@@ -127,7 +127,7 @@ def make_run_spec(
     def resolve_settings_and_load_checkpoint() -> list[Any]:
         """Returns the flags, the checkpoint (None for a new run) and the path of the run."""
         config, choice = resolve_settings(flags, recipe, resume, model_choice.choose_model)
-        trackers.check_trackers_are_installed(config.records.report_to)
+        trackers.check_trackers(config.records.report_to)
         print_line(choice)
         settings = config.to_flags()
         if resume is None:

@@ -50,7 +50,9 @@ FEW_SIGNALS = 0.25
 FEW_RIGHT = 0.2
 MANY_RIGHT = 0.8
 MANY_CUT = 0.5  # If a larger fraction of the answers is cut off, the trial advises a change.
-MANY_DEGENERATE = 0.1  # the same for answers that repeat themselves or copy the prompt
+# The trial also advises a change if a larger fraction of the answers repeats or copies, and is
+# rewarded nevertheless.
+MANY_DEGENERATE = 0.1
 LONG = 300.0  # seconds; a shorter run is not stopped, even if all rewards in each group are equal
 SHOWN = 5  # the number of answers that are printed
 MOST_RENDERED = 256  # tokens are counted only in this many prompts, which are the longest
@@ -271,6 +273,7 @@ class TrialFigures(NamedTuple):
     signals: float  # the fraction of the groups in which rewards differ
     truncated: float  # the fraction of the answers that are cut off
     degenerate: float  # the fraction of the answers that repeat themselves or copy the prompt
+    rewarded_degenerate: float  # the fraction of the answers that do so and are rewarded
     unparsed: float  # the fraction of the judge's scores that cannot be read
     mean_reward: float
     deviation: float  # the standard deviation of the rewards within a group
@@ -303,6 +306,7 @@ class TrialFigures(NamedTuple):
             signals=num_signals / num_groups,
             truncated=mean_over_steps(steps, "completion/truncated_frac"),
             degenerate=mean_over_steps(steps, "completion/degenerate_frac"),
+            rewarded_degenerate=fraction_of_rewarded_degenerate_answers(answers),
             unparsed=mean_over_steps(steps, "judge/unparsed_frac"),
             mean_reward=mean_over_steps(steps, "reward/mean"),
             deviation=mean_over_steps(steps, "reward/std"),
@@ -330,6 +334,26 @@ class TrialFigures(NamedTuple):
 def list_known_rewards(answers: list[dict[str, Any]]) -> list[float]:
     """List the rewards of the answers that have one. Returns [0.0] if no answer has a reward."""
     return [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
+
+
+def fraction_of_rewarded_degenerate_answers(answers: list[dict[str, Any]]) -> float:
+    """
+    The fraction of the answers that repeat themselves or copy the prompt, and are rewarded.
+
+    An answer counts as rewarded if its reward is above 0, and above the lowest reward unless all
+    rewards are equal.
+    """
+    rewards = list_known_rewards(answers)
+    least_paid = 0.0
+    if max(rewards) > min(rewards):
+        least_paid = max(min(rewards), 0.0)
+    num_rewarded = 0
+    for answer in answers:
+        reward = answer["reward"]
+        if reward is None or reward <= least_paid:
+            continue
+        num_rewarded += form.is_degenerate(answer["completion"], last_user_text(answer["prompt"]))
+    return num_rewarded / len(answers)
 
 
 def mean_over_steps(steps: list[dict[str, Any]], name: str) -> float:
@@ -487,8 +511,12 @@ def suggest_changes(
                 "most answers to the same prompt get the same reward: "
                 "try a higher --temp or more --groups"
             )
-    if figures.degenerate > MANY_DEGENERATE and not is_gated and gate_keeps_right_answers:
-        changes.append("set --reward-gate form")
+    is_exploitable = figures.rewarded_degenerate > MANY_DEGENERATE
+    if is_exploitable and not is_gated and gate_keeps_right_answers:
+        changes.append(
+            f"{figures.rewarded_degenerate:.0%} of the answers repeat themselves or copy the "
+            "prompt and are rewarded: set --reward-gate form"
+        )
     # This is the first change, because long answers may cause the other problems.
     if figures.truncated > MANY_CUT:
         warm_start = f"use {WARM_START}, "

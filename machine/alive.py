@@ -1,16 +1,14 @@
 """
 Shows what a command is doing, how much of the work is done, and how much time is left.
 
-In a terminal or a notebook, tqdm draws progress bars. If the output goes to a file, a line about
-the progress is written whenever nothing else has been written for a while. One thread updates the
-bars and writes the lines. The lines that a run prints are in reporting/console.py.
+In a terminal or a notebook, tqdm draws progress bars. If the output goes to a file or a pipe, a
+line about the progress is written whenever nothing else has been written for a while. One thread
+updates the bars and writes the lines. The lines that a run prints are in reporting/console.py.
 """
 
 import contextlib
-import os
 import re
 import shutil
-import stat
 import sys
 import textwrap
 import threading
@@ -21,8 +19,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 # The longest time without output, in seconds. An activity that takes less time prints nothing.
-MAX_SILENCE_WATCHED = 8.0  # seconds without output in a terminal or a pipe
-MAX_SILENCE_IN_FILE = 40.0
+MAX_SILENCE_IN_TERMINAL = 8.0
+MAX_SILENCE_ELSEWHERE = 40.0  # in a file, or in a pipe, for example to `tee`
 
 # Patterns for the parts of a line that must not be broken.
 FIGURE = r"[^| ][^|]*"  # one figure in a line whose figures are separated by " | "
@@ -230,23 +228,24 @@ def _register_bar_and_start_thread(bar: Bar) -> None:
         thread.start()
 
 
-def is_stderr_terminal_or_pipe() -> bool:
+def max_silence_on_stderr() -> float:
     """
-    Whether stderr is a terminal or a pipe.
+    The longest time without output on stderr, in seconds.
 
-    In a notebook, where stderr has no file descriptor, the result is False.
+    The time is short only in a terminal, where a person watches and no line is kept in a file.
     """
     try:
-        return sys.stderr.isatty() or stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode)
-    except (OSError, ValueError):
-        return False
+        is_terminal = sys.stderr.isatty()
+    except (AttributeError, OSError, ValueError):  # stderr is None or closed
+        is_terminal = False
+    return MAX_SILENCE_IN_TERMINAL if is_terminal else MAX_SILENCE_ELSEWHERE
 
 
 def _redraw_after_each_silence() -> None:
     while True:
         time.sleep(1.0)
-        max_silence = MAX_SILENCE_WATCHED if is_stderr_terminal_or_pipe() else MAX_SILENCE_IN_FILE
-        if _active_bars and time.monotonic() - _state["last"] >= max_silence:
+        seconds_silent = time.monotonic() - _state["last"]
+        if _active_bars and seconds_silent >= max_silence_on_stderr():
             # the terminal or the file may have been closed
             with contextlib.suppress(OSError, ValueError):
                 redraw_bars_or_print_activities()

@@ -27,7 +27,8 @@ from config import Config
 from disk.run_files import JsonLines, replace_infinities
 from disk.statistics import mean
 from judging.grader import Grader, Judgement
-from machine import gpu, world
+from machine import cpu_share, gpu, world
+from machine.cpu_share import CpuShare
 from prompts.examples import last_user_text, pick_evenly_spaced
 from reporting import health, verdict
 from reporting.console import LiveLine, format_step_line, print_line, print_warning
@@ -50,6 +51,8 @@ class PhaseClock:
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
         self.on_phase = on_phase  # a function that is called with the name of each starting phase
         self.seconds: dict[str, float] = {}
+        self.cpu_share = CpuShare()
+        self.wait_s = 0.0  # the seconds in which this process has waited for other ranks
         self._step_start = time.perf_counter()
         self._running: str | None = None
 
@@ -66,6 +69,7 @@ class PhaseClock:
         self._running = name
         finished = False
         start = time.perf_counter()
+        cpu_start = cpu_share.count_cpu_seconds()
 
         def compute_arrays_and_finish(*arrays: Any) -> None:
             nonlocal finished
@@ -79,7 +83,9 @@ class PhaseClock:
             if gpu.on_gpu():  # free the cached buffers, because the next phase needs other sizes
                 mx.clear_cache()
         assert finished, f"phase {name} ended without calling the yielded function"
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        elapsed_s = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed_s
+        self.cpu_share.add_phase(name, elapsed_s, cpu_share.count_cpu_seconds() - cpu_start)
 
     def take_seconds_by_phase(self) -> dict[str, float]:
         """
@@ -93,7 +99,9 @@ class PhaseClock:
         seconds = self.seconds | {"step": total, "other": other}
         self.seconds = {}
         self._step_start = now
-        return seconds | world.pop_wait_seconds()
+        waits = world.pop_wait_seconds()
+        self.wait_s += sum(waits.values())
+        return seconds | waits
 
 
 # ---- a step
@@ -413,6 +421,7 @@ class Journal:
         self.live: LiveLine | None = None
         self.phase = ""  # the phase of a step that started most recently, or "evaluating"
         self.begun_at = step
+        self.has_told_of_busy_cpu = False
         self.trackers: list[Tracker] = []
 
     def __enter__(self) -> "Journal":
@@ -479,6 +488,7 @@ class Journal:
         if figures["skipped"]:
             print_warning(f"step {number}: skipped the update, because the gradient was not finite")
         self.record_and_print_new_warnings(number)
+        self._tell_once_if_cpu_is_busy(number)
         if self.live:
             self.live.show_finished_step(figures)
         return figures
@@ -523,6 +533,17 @@ class Journal:
             return False
         self.warnings.write({"step": step} | new_warning._asdict())
         return True
+
+    def _tell_once_if_cpu_is_busy(self, step: int) -> None:
+        """
+        Prints a line if this process gets little CPU time.
+
+        The line is not recorded, because it says something about this machine at this time.
+        """
+        shortage = self.clock.cpu_share.describe_shortage(self.clock.wait_s)
+        if shortage and not self.has_told_of_busy_cpu:
+            self.has_told_of_busy_cpu = True
+            print_warning(f"WARNING after step {step}: {shortage}.")
 
     def _update_verdict_and_find_best_step(self) -> int | None:
         """Updates the verdict, prints its warning, and returns the step of the best evaluation."""

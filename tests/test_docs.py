@@ -17,7 +17,7 @@ TEXTS = [path for path in FILES if path.suffix in (".md", ".py") or path.name ==
 FOREIGN_FLAGS = set(
     "--extra --group --with --no-deps --ignore --dist --maxprocesses --strict-config --strict-markers --check --help "
     "--backend --hostfile --adapter-path --exclude --logdir --enable-lora --lora-modules --dump-dom "
-    "--no-sync --rounds --lora-alpha --data-path --mlx-path --port --project".split()
+    "--no-sync --rounds --lora-alpha --data-path --mlx-path --port --project --overrides --editable".split()
 )
 OWN_FLAGS = {"--train-one"}  # bench/sooner.py gives this flag to its own processes
 FOREIGN_FILES = {"FILE.py", "mine.py", "/home/me/mine.py", "last_number.py"}  # a user's

@@ -222,6 +222,10 @@ TRIED = {
 }
 TRIED |= {"reward/mean": 0.5, "reward/std": 0.3, "step/s": 2.0, "mem/peak_gb": 1.5}
 HALF = [0.0, 1.0, 0.0, 1.0]
+LOOP = "that that that that that that"
+LOOPS_ARE_PAID = (
+    "answers repeat themselves or copy the prompt and are rewarded: set --reward-gate form"
+)
 
 
 @pytest.mark.parametrize(
@@ -278,8 +282,10 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             "change: 100% of the judge's scores cannot be read: use another --judge-model",
         ),
         ({"judge/unparsed_frac": 0.1}, HALF, {}, "go"),
-        ({"completion/degenerate_frac": 0.2}, HALF, {}, "change: set --reward-gate form"),
-        ({"completion/degenerate_frac": 0.2}, HALF, {"reward_gate": "form"}, "go"),
+        ({"completion": LOOP}, HALF, {}, f"change: 50% of the {LOOPS_ARE_PAID}"),
+        ({"completion": LOOP}, [1.0] * 4, {}, f"change: 100% of the {LOOPS_ARE_PAID}"),
+        ({"completion": LOOP}, [0.0] * 4, {}, "go"),  # such answers earn nothing already
+        ({"completion": LOOP}, [1.0] * 4, {"reward_gate": "form"}, "go"),
         (
             {"sampling/signal_groups": 0},
             [0.0] * 4,
@@ -287,7 +293,7 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             "change: 0% of the answers pass --reward-gate form: an answer gets a reward only if it ends before --max-tokens, has at",
         ),
         (
-            {"completion/degenerate_frac": 0.2, "answer": "a, b"},
+            {"completion": LOOP, "answer": "a, b"},
             HALF,
             {},
             "go",
@@ -303,7 +309,7 @@ HALF = [0.0, 1.0, 0.0, 1.0]
 def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
     record = {
         "prompt": "What?",
-        "completion": "That.",
+        "completion": figures.get("completion", "That."),
         "finish_reason": "stop",
         "answer": figures.get("answer"),
     }
@@ -321,7 +327,26 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
     )
     assert "mean reward, 0.5" in shown[-2] and "within a group is 0.3; " in shown[-1]
     assert "in 12 groups before training, with an error of up to 28%; " in shown[-4] or figures
-    assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> 'That.'"
+    completion = trial.shorten_value(record["completion"])
+    assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> {completion}"
+
+
+def test_a_trial_advises_the_gate_only_if_answers_that_repeat_or_copy_are_rewarded():
+    """A judge from 1 to 5 gives 1 to such answers: they earn least already."""
+
+    def advice_for(rewards):
+        answers = [
+            {"prompt": "What?", "completion": text, "finish_reason": "stop", "reward": reward}
+            for text, reward in zip([LOOP, LOOP, "That is it.", "It is."], rewards, strict=True)
+        ]
+        step = TRIED | {"completion/degenerate_frac": 0.5}
+        *_, advice = trial.trial_report_lines(make_config(batch=4, steps=90), [step], answers)
+        return advice
+
+    assert advice_for([0.0, 0.0, 1.0, 0.0]).startswith("go")
+    assert advice_for([1.0, 1.0, 5.0, 3.0]).startswith("go")
+    assert advice_for([-1.0, 0.0, 1.0, None]).startswith("go"), "the gate leaves rewards up to 0"
+    assert advice_for([0.0, 1.0, 1.0, 0.0]) == f"change: 25% of the {LOOPS_ARE_PAID}"
 
 
 @pytest.mark.parametrize(
@@ -339,9 +364,9 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
         ),
         ({}, [0.4, 1.0], "even if the mean reward is low"),
         (
-            {"completion/degenerate_frac": 0.2},
+            {"completion": LOOP},
             [0.0],
-            "change: set --reward-gate form; no answer is right yet",
+            "set --reward-gate form; no answer is right yet",
         ),
         (
             {"sampling/signal_groups": 0},
@@ -354,7 +379,12 @@ def test_a_trial_counts_right_answers_and_says_that_none_is_and_ends_that_read_a
     figures, right, last
 ):
     answers = [
-        {"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward}
+        {
+            "prompt": "?",
+            "completion": figures.get("completion", "A."),
+            "finish_reason": "stop",
+            "reward": reward,
+        }
         for reward in HALF
     ]
     answers = answers if "sampling/signal_groups" not in figures else [answers[0]]
@@ -572,7 +602,12 @@ def test_a_trial_over_memory_says_so_first(too_small, capsys):
 def test_a_trial_whose_steps_took_more_than_the_memory_says_so_first(monkeypatch):
     monkeypatch.setattr(memory, "usable_memory_bytes", lambda: 10**9)
     answers = [
-        {"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward}
+        {
+            "prompt": "?",
+            "completion": "A.",
+            "finish_reason": "stop",
+            "reward": reward,
+        }
         for reward in HALF
     ]
     *_, said = trial.trial_report_lines(make_config(batch=4, steps=90), [TRIED], answers)

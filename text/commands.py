@@ -4,9 +4,14 @@ Builds the commands in messages: `uv run train.py` in a checkout, `gwen train` i
 The extras that the settings of a run need are chosen in settings/sources.py.
 """
 
+import importlib.metadata
+import json
 import shlex
+import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 HOME = Path(__file__).parents[1]  # the checkout, or the directory of the installed packages
 
@@ -25,9 +30,29 @@ SUBCOMMANDS = {
 }
 
 
+# `uv tool install` does not read the overrides in pyproject.toml, and needs them in a file.
+OVERRIDES_FILE = "deploy/overrides.txt"
+
+
 def is_checkout() -> bool:
-    """Whether this code is in a checkout, and not in an installed package."""
-    return (HOME / "pyproject.toml").is_file()
+    """
+    Whether the user starts programs of a checkout, such as `uv run train.py`.
+
+    The result is False if the user starts the installed program `gwen`, even if it was installed
+    with `--editable` and therefore runs the code of a checkout.
+    """
+    return (HOME / "pyproject.toml").is_file() and not _is_editable_installation()
+
+
+def _is_editable_installation() -> bool:
+    """Whether this Python environment has the program `gwen`, which runs this checkout."""
+    try:
+        text = importlib.metadata.distribution("gwen").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    origin = json.loads(text or "{}")
+    is_editable = origin.get("dir_info", {}).get("editable", False)
+    return bool(is_editable) and origin.get("url") == HOME.as_uri()
 
 
 def command_prefix(program: str = "train.py", extras: Iterable[str] = ()) -> str:
@@ -53,7 +78,33 @@ def command_prefix(program: str = "train.py", extras: Iterable[str] = ()) -> str
 
 
 def advice_to_install_extra(extra: str) -> str:
-    """Advice for a user who has not installed the packages of an extra."""
+    """
+    Advice for a user who has not installed the packages of an extra.
+
+    The advice fits the way in which the program was started. The advised installation keeps the
+    extras that an installed Gwen already has.
+    """
     if is_checkout():
         return f"begin the command with: uv run --extra {extra}"
-    return f"go to the checkout of Gwen and install it again: uv tool install '.[{extra}]'"
+
+    requirement = _read_uv_tool_requirement()
+    flag = "--editable " if "editable" in requirement else ""
+    checkout = requirement.get("editable") or requirement.get("directory")
+    extras = list(dict.fromkeys([*requirement.get("extras", ()), extra]))
+    if checkout is None:
+        return (
+            "go to the checkout of Gwen and install it again with: "
+            f"uv tool install --overrides {OVERRIDES_FILE} '.[{extra}]'"
+        )
+    overrides = shlex.quote(str(Path(checkout) / OVERRIDES_FILE))
+    target = shlex.quote(f"{checkout}[{','.join(extras)}]")
+    return f"install Gwen again with: uv tool install --overrides {overrides} {flag}{target}"
+
+
+def _read_uv_tool_requirement() -> dict[str, Any]:
+    """What `uv tool install` was asked to install as `gwen`; empty for another installation."""
+    receipt = Path(sys.prefix) / "uv-receipt.toml"
+    if not receipt.is_file():
+        return {}
+    requirements = tomllib.loads(receipt.read_text(encoding="utf-8"))["tool"]["requirements"]
+    return next((entry for entry in requirements if entry["name"] == "gwen"), {})

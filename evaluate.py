@@ -104,6 +104,12 @@ def make_parser() -> Parser:
         help="the seed of the samples (default: 0, as in the evaluations during a run)",
     )
     add_flags(parser, [SETTINGS[name] for name in OVERRIDABLE])
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print all figures as one line of JSON, also in a terminal; without it, only if "
+        "the output is a pipe or a file",
+    )
     parser.add_argument("--out", type=Path, help="write one line of JSON per problem to this file")
     return parser
 
@@ -125,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
             record = evaluate_sft_run(args, parser, adapter, start)
             line = eval_record.format_evaluation_line(record)
             print(escape_invisible(f"{description}\n{line}"), file=sys.stderr)
-            print(json.dumps(record), flush=True)
+            print_record(record, as_json=args.json)
         else:
             evaluate_and_print(args, config, description, adapter, start)
 
@@ -296,7 +302,7 @@ def evaluate_and_print(
             with add_path_to_os_errors(f"--out {args.out}"):
                 args.out.write_text("".join(lines), encoding="utf-8")
     finally:  # print the record even if the file could not be written
-        print(json.dumps(record), flush=True)
+        print_record(record, as_json=args.json)
     if policy.server:
         policy.server.log.path.unlink()
 
@@ -326,6 +332,14 @@ def make_eval_params(
     return params
 
 
+def print_record(record: dict[str, Any], *, as_json: bool) -> None:
+    """Prints the record as JSON if the user asked for it, or if a program reads the output."""
+    if as_json or not sys.stdout.isatty():
+        print(json.dumps(record), flush=True)
+    else:
+        print("all figures as JSON: add --json", flush=True)
+
+
 def print_to_stderr(text: str) -> None:
     """Prints text for the user to stderr, because stdout is for the evaluation's JSON record."""
     wrapped = alive.wrap_for_terminal(escape_invisible(text), sys.stderr)
@@ -341,7 +355,7 @@ def evaluate_sft_run(
     The record is the same as the one that the run writes.
     """
     for name, value in vars(args).items():
-        if value != parser.get_default(name) and name not in ("run", "step", "limit"):
+        if value != parser.get_default(name) and name not in ("run", "step", "limit", "json"):
             raise ValueError(
                 f"{flag_of(name)} {value} has no effect on the loss of {args.run} on its held-out "
                 f"replies; leave {flag_of(name)} out, or add --data FILE with problems to answer"

@@ -7,15 +7,17 @@ writing a page. A directory with one run per seed can be named in place of its r
 not cover the content of the page (reporting/page.py).
 """
 
+import shlex
 import sys
 from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 
+from disk import run_changes, run_files
 from flags import Parser, exit_on_mistakes, exit_with_error, refuse_unwritable_file
 from machine.output import guard_output
 from prompts.examples import format_error
-from reporting import answers, page, seeds, verdict
+from reporting import answers, page, paired, run_table, seeds, verdict
 from reporting.history import History, format_figure_before_after, headline_facts, load_history
 from text.commands import command_prefix
 from text.printable import escape_invisible, make_printable
@@ -23,6 +25,7 @@ from text.printable import escape_invisible, make_printable
 # the errors that reading a record raises if figures are missing from the record
 DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError)
 MOST_CHARACTERS = 60  # the most characters of a setting's value that a table shows
+WIDEST = 160  # a wider table of a comparison is followed by the command for a CSV table
 RUN_COLUMNS = [
     "run",
     "task",
@@ -69,6 +72,8 @@ def format_run_comparison(paths: list[str]) -> str:
     rows = [["", *(escape_invisible(run.name) for run in runs)]]
     rows += rows_of_differing_settings(runs)
     rows += rows_of_differing_code(runs)
+    for name, digests in paired.differing_contents(runs).items():
+        rows.append([f"content of {name}", *digests])
     facts = [headline_facts(run) for run in runs]
     fact_names: dict[str, None] = {}  # used as a set that keeps its order
     for run_facts in facts:
@@ -76,7 +81,12 @@ def format_run_comparison(paths: list[str]) -> str:
     for name in fact_names:
         rows.append([name, *(run_facts.get(name, "-") for run_facts in facts)])
     rows.append(["warnings", *(format_warning_names(run) for run in runs)])
-    return "\n".join([format_table(rows), *seeds.describe_seed_groups(groups)])
+    lines = seeds.describe_seed_groups(groups) + paired.describe_paired_differences(groups)
+    table = format_table(rows)
+    if len(table.split("\n", 1)[0]) > WIDEST:
+        names = " ".join(shlex.quote(path) for path in paths)
+        lines.append(f"one row per run: {command_prefix('report.py')} --csv {names}")
+    return "\n".join([table, *lines])
 
 
 def rows_of_differing_settings(runs: list[History]) -> list[list[str]]:
@@ -90,10 +100,7 @@ def rows_of_differing_settings(runs: list[History]) -> list[list[str]]:
         values = [escape_invisible(str(run.settings.get(key, "-"))) for run in runs]
         if len(set(values)) > 1:
             flag = f"--{escape_invisible(str(key)).replace('_', '-')}"
-            cut = [value[:MOST_CHARACTERS] for value in values]
-            if len(set(cut)) == 1:  # such as long paths that differ in the function's arguments
-                cut = [f"\u2026{value[1 - MOST_CHARACTERS :]}" for value in values]
-            rows.append([flag, *cut])
+            rows.append([flag, *map(cut_beginning, values)])
     return rows
 
 
@@ -106,6 +113,13 @@ def rows_of_differing_code(runs: list[History]) -> list[list[str]]:
             version += f", changes {run.env['uncommitted_changes']}"
         versions.append(escape_invisible(version))
     return [["commit of Gwen", *versions]] if len(set(versions)) > 1 else []
+
+
+def cut_beginning(value: str) -> str:
+    """Returns the end of a long value, because long paths differ at their ends."""
+    if len(value) <= MOST_CHARACTERS:
+        return value
+    return f"\u2026{value[-MOST_CHARACTERS:]}"
 
 
 def format_warning_names(run: History) -> str:
@@ -142,6 +156,9 @@ def run_list_row(run: History) -> list[str]:
     conclusion = "-"
     if judgement:
         conclusion = "; ".join([judgement.headline, *judgement.signs[:2]])
+    measure_changes = run_changes.changes_of_measure(run.changes)
+    if measure_changes:
+        conclusion += f"; {run_changes.describe_changes(measure_changes)}"
     cells = [
         str(run.dir),
         str(run.settings.get("task", "-")),
@@ -182,6 +199,12 @@ def main(argv: list[str] | None = None) -> None:
         help="compare runs, or files written by evaluate.py --out, in a table",
     )
     parser.add_argument(
+        "--csv",
+        action="store_true",
+        help="print a CSV table with one row per run, or write it to the --out file: settings that "
+        "differ, figures with intervals, seconds and tokens",
+    )
+    parser.add_argument(
         "--list", action="store_true", help="list the runs in the directory RUN (default: runs/)"
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
@@ -192,12 +215,29 @@ def main(argv: list[str] | None = None) -> None:
             return
         if not args.runs:
             raise ValueError("no run is named; name one, such as runs/NAME, or use --list")
+        if args.csv:
+            write_or_print_csv(args.runs, args.out)
+            return
         if args.compare:
             print(format_run_comparison(args.runs))
             return
         write_page_and_print_path(args.runs, args.out, opens=args.open)
     except DAMAGE as error:
         exit_with_error(f"{' or '.join(args.runs)} is damaged ({format_error(error)})")
+
+
+def write_or_print_csv(paths: list[str], out: Path | None) -> None:
+    """Writes a CSV table of all runs to the file `out`, or prints the table if `out` is None."""
+    run_dirs: list[str] = []
+    for path in paths:
+        run_dirs += seeds.run_dirs_of_seeds(path)
+    text = run_table.format_csv([load_history(run_dir) for run_dir in run_dirs])
+    if out is None:
+        print(text, end="")
+        return
+    refuse_unwritable_file("--out", out)
+    run_files.replace_text(out, text)
+    print(out)
 
 
 def write_page_and_print_path(runs: list[str], out: Path | None, *, opens: bool) -> None:
@@ -211,7 +251,8 @@ def write_page_and_print_path(runs: list[str], out: Path | None, *, opens: bool)
             raise ValueError(f"--out {out} is not a regular file; name another file")
         refuse_unwritable_file("--out", out)
     path = page.write_page(runs[0], out, runs[1:])
-    for line in seeds.describe_seed_groups(seeds.load_seed_groups(runs)):
+    groups = seeds.load_seed_groups(runs)
+    for line in seeds.describe_seed_groups(groups) + paired.describe_paired_differences(groups):
         print(line)
     print(path)
     if opens:

@@ -24,6 +24,7 @@ import update
 from config import Config, MemoryDependentSizes
 from disk import checkpoint, model_choice, run_files
 from disk.eval_record import format_evaluation_line
+from disk.run_changes import HELD_OUT
 from disk.run_files import START
 from evaluation import score_task
 from forecast import memory_estimate
@@ -221,6 +222,11 @@ class Run:
         self.learner = update.Learner(self.model, self.config, loss, self.base)
 
     @property
+    def training_only_sources(self) -> set[str]:
+        """The names in `sources` that say nothing about what an evaluation measures."""
+        return names_of_training_only_sources(self.config)
+
+    @property
     def memory_line(self) -> str:
         """The line for the console that says how much memory the run needs."""
         return memory_estimate.format_memory_line(self.demand, self.sizes)
@@ -316,7 +322,9 @@ class Run:
         An evaluation that is already in the log is not repeated. Returns whether this step is the
         best so far and has not been saved as the best. In that case, the caller saves the run.
         """
-        if evaluation_is_due(self.config, self.step, self.journal.evaluations):
+        evaluations = self.journal.comparable_evaluations
+        is_due = evaluation_is_due(self.config, self.step, evaluations)
+        if is_due or self.journal.lacks_comparable_evaluation:
             self.journal.show_phase("evaluating")
             self.evaluate()
             print_line(format_evaluation_line(self.journal.evaluations[-1]))
@@ -441,7 +449,7 @@ class Run:
         )
         learner_state: dict[str, Any] = {}
         for name in update.COUNTS:
-            learner_state[name] = extra[CHECKPOINT_KEYS.get(name, name)]
+            learner_state[name] = extra.get(CHECKPOINT_KEYS.get(name, name), 0)
         learner_state["trainable"] = dict(state.trainable)
         learner_state["moments"] = state.optimizer
         learner_state["loss_scale"] = update.LossScale(**extra["loss_scale"])
@@ -786,6 +794,7 @@ class SftRun(Run):
         super().__init__(config, run_dir)
         self.sources[path] = checkpoint.digest_of_reprs(*train, "held out", *all_held_out)
         self.sources |= digest_functions_and_files([config.optimizer.kind])
+        self.sources[HELD_OUT] = checkpoint.digest_of_reprs(*all_held_out)
         self.all_held_out = all_held_out
         held_out = []
         if config.evaluation.every:
@@ -866,6 +875,7 @@ def digest_data_and_source_files(config: Config, task: tasks.Task) -> dict[str, 
     digests[examples_name] = checkpoint.digest_of_reprs(
         mix, *task.train, "held out", *task.held_out
     )
+    digests[HELD_OUT] = checkpoint.digest_of_reprs(*task.held_out)
     return digests
 
 
@@ -905,3 +915,19 @@ def digest_functions_and_files(
         if text:
             digests[spec] = checkpoint.digest_of_reprs(text)
     return digests
+
+
+def names_of_training_only_sources(config: Config) -> set[str]:
+    """
+    The names of the digests that say nothing about what an evaluation measures.
+
+    A digest of the data is among them, because the held-out problems have a digest of their own.
+    """
+    objective = config.objective
+    training_specs = [objective.loss_type, objective.advantage, config.optimizer.kind]
+    names = {config.data.path or "task's examples", "teacher model", objective.teacher_prompt}
+    names |= {functions.file_of_spec(spec) for spec in training_specs} | set(training_specs)
+
+    environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
+    measuring = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
+    return names - {functions.file_of_spec(spec) for spec in measuring} - set(measuring)

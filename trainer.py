@@ -27,7 +27,15 @@ import gwen
 import lora
 import sampler
 from config import SETTINGS, Config
-from disk import checkpoint, model_card, model_choice, places, publish, run_files
+from disk import (
+    checkpoint,
+    model_card,
+    model_choice,
+    places,
+    publish,
+    run_changes,
+    run_files,
+)
 from flags import describe_os_error, flag_of, parse_setting
 from forecast import time_estimate, trial
 from machine import link, memory, world
@@ -225,12 +233,22 @@ def create_or_update_run_dir(run: GrpoRun | SftRun, spec: RunSpec) -> str:
         )
         return str(run_dir)
 
-    checkpoint.refuse_or_report_changes(run.dir, state, run.sources, spec.allow_changes)
+    # the digest of the data covers the held-out problems, so naming both would say the same twice
+    sources = {name: digest for name, digest in run.sources.items() if name != run_changes.HELD_OUT}
+    checkpoint.refuse_or_report_changes(run.dir, state, sources, spec.allow_changes)
     for name, value in run.config.to_flags(run.sizes).items():
         old_value = state.extra["settings"].get(name, value)
         if value != old_value:
             print_line(f"after step {state.step}: {flag_of(name)} {value} (was {old_value!r})")
-    run_files.write_settings(settings_text, run.dir, files, run.source_files, state.step)
+    changes = run_changes.record_changes(
+        run.dir,
+        state.step,
+        before=(state.extra["settings"], state.extra["sources"]),
+        now=(run.config.to_flags(run.sizes), run.sources),
+        training_only=run.training_only_sources,
+    )
+    comments = run_changes.format_yaml_comments(changes)
+    run_files.write_settings(comments + settings_text, run.dir, files, run.source_files, state.step)
     return str(run.dir)
 
 

@@ -8,6 +8,8 @@ records.
 from collections.abc import Mapping
 from typing import Any
 
+from disk.statistics import FEWEST_FOR_INTERVAL
+
 FIGURES = ("accuracy", "score", "loss", "perplexity", "greedy")
 MAX_CUT_OFF = 0.5  # If a larger fraction of the answers is cut off, the other figures mean little.
 
@@ -16,13 +18,16 @@ def format_figure_with_interval(record: dict[str, Any], name: str) -> str:
     """
     A figure and its 95% confidence interval as text, such as "0.475 \u00b1 0.043".
 
-    The interval is left out if the record contains none.
+    The interval is left out if the record contains none, or has too few problems for a useful one.
     """
     value = record.get(f"eval/{name}")
     half = record.get(f"eval/{name}_ci95")
     if value is None:
         return "unreadable"
-    return f"{value:.3f}" if half is None else f"{value:.3f} \u00b1 {half:.3f}"
+    num_problems = record.get("eval/known", record.get("eval/num", FEWEST_FOR_INTERVAL))
+    if half is None or num_problems < FEWEST_FOR_INTERVAL:
+        return f"{value:.3f}"
+    return f"{value:.3f} \u00b1 {half:.3f}"
 
 
 def format_evaluation_line(record: dict[str, Any]) -> str:

@@ -329,6 +329,22 @@ def read_start_date(run_dir: Path) -> str:
     return str(load_json_object(file).get("begun", today)) if file.is_file() else today
 
 
+def read_file_digests(run_dir: Path) -> dict[str, str]:
+    """
+    Return the digests of the files and functions that the settings of a run name, by path or name.
+
+    The newest checkpoint has the digests of modules, and of functions in a program or notebook.
+    """
+    digests = dict(places.read_path_record(run_dir)["files"])
+    states = sorted((run_dir / "checkpoints").glob("step-*/state.json"))
+    if states:
+        sources = load_json_object(states[-1]).get("extra", {}).get("sources", {})
+        for name, digest in sources.items():
+            if name not in digests and (name.endswith(".py") or name.startswith("__main__:")):
+                digests[name] = digest
+    return digests
+
+
 def write_settings(
     settings: str,
     run_dir: Path,

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 
+FEWEST_FOR_INTERVAL = 5  # no interval is shown of the mean over fewer problems
 WILSON_Z = 1.96  # the 97.5% quantile of the normal distribution
 
 

@@ -19,6 +19,10 @@ from settings.sources import command_with_extras
 # KL divergence from the untrained model, in nats per token; less means that training changed little
 LEAST_KL = 1e-3
 MOST_SAMPLES = 8  # the number of samples per problem in the evaluation that the advice suggests
+BOTH_ROSE = (
+    "The reward rose significantly. The accuracy rose too, but too few problems are held out to be "
+    "sure of that"
+)
 REWARD_ALONE_ROSE = (
     "The reward rose but the accuracy did not. Read the answers, or weight the rewards differently "
     "with --reward-weights"
@@ -146,9 +150,10 @@ def advise_on_few_problems(
     num_problems = f"{change.num_problems_needed:,} held-out problems"
     advice = f"About {num_problems} would be conclusive, so {hold_out_more}: {measure}"
     first = reward_fix
+    accuracy_rose = change.mean > 0
     if not first and lone_reward_change == BETTER:
-        first = REWARD_ALONE_ROSE
-    elif not first and lone_reward_change == WORSE:
+        first = BOTH_ROSE if accuracy_rose else REWARD_ALONE_ROSE
+    elif not first and lone_reward_change == WORSE and not accuracy_rose:
         first = TOO_FAR
     if first:
         return f"{first}. {advice}"

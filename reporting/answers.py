@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from disk.run_files import read_log
-from disk.statistics import confidence_half_width
+from disk.statistics import FEWEST_FOR_INTERVAL, confidence_half_width
 from flags import escape_invisible
 from reporting import difference
 from text.documents import read_json
@@ -119,7 +119,7 @@ def format_mean_with_interval(values: difference.ValueByProblem) -> str:
     array = np.array(list(values.values()))
     half = confidence_half_width(array)
     text = f"{array.mean():.3f}"
-    return f"{text} \u00b1 {half:.3f}" if half else text
+    return f"{text} \u00b1 {half:.3f}" if half and len(array) >= FEWEST_FOR_INTERVAL else text
 
 
 def format_paired_difference(
@@ -133,9 +133,8 @@ def format_paired_difference(
     change = difference.paired_difference(before, after, samples_per_value=num_samples)
     if not change:
         return ""
-    reach = max(change.mean - change.low, change.high - change.mean)
     outcome = change.outcome.partition(" problems")[0]
-    text = f"{change.mean:+.3f} \u00b1 {reach:.3f}, {outcome}"
+    text = f"{change.interval_text}, {outcome}"
     if change.num < len(after):
         text += f" ({change.num} shared)"
     return text

@@ -31,6 +31,7 @@ MOST_POINTS = 400  # the most points of a curve; a longer curve shows means over
 NUM_COLOURS = 8
 NUM_DASHES = 4
 PHASES = ("rollout", "reward", "judge", "ref", "teacher", "update", "other")
+RATE = "Learning rate"  # the title of a chart that is shown only if a rate was reduced
 REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s")
 
 # the prefix of the metrics that a chart shows, by the chart's title
@@ -100,6 +101,11 @@ CHARTS = [
         "KL to the model before training",
         "in nats per token; how far training has moved the model",
         {"kl": "training", "eval/kl": "held-out", "update/kl": "one update"},
+    ),
+    ChartDefinition(
+        RATE,
+        "the fraction of the scheduled rate that --target-kl left; below 1, updates were shortened",
+        {"update/rate": "effective"},
     ),
     ChartDefinition("Divergence from the teacher", "in nats per token", {"distill/kl": "training"}),
     ChartDefinition(
@@ -189,6 +195,8 @@ def make_run_curves(run: History, group_index: int, chart: ChartDefinition) -> I
         for record in run.evals if is_evaluation else run.steps:
             if record.get(key) is not None:
                 columns.append((record["step"], record[key], record.get(band) or 0.0))
+        if chart.title == RATE and all(value == 1 for _, value, _ in columns):
+            continue
         if columns:
             rows = add_band_and_thin(np.array(columns, float), limits)
             yield Curve(label, rows, group_index, index_in_group, is_evaluation)

@@ -60,6 +60,7 @@ def format_step_line(metrics: dict[str, Any], num_steps: int) -> str:
     Returns a line with a step's figures; `name_console_columns` returns the names of the figures.
 
     A loss that overflowed is shown as nan, and so is the mean reward if no reward was readable.
+    If --target-kl reduced the learning rate, the line says by how much.
     Users' scripts parse the beginning of the line, so add new figures only at its end.
     """
     parts = [f"step {metrics['step']}/{num_steps}"]
@@ -77,6 +78,10 @@ def format_step_line(metrics: dict[str, Any], num_steps: int) -> str:
         parts.append("no step")
     elif fraction_without_signal is not None:
         parts.append(f"{fraction_without_signal:.0%}")
+
+    rate = metrics.get("update/rate")
+    if rate is not None and rate < 0.995:
+        parts.append(f"learning rate held at {100 * rate:.2g}% by --target-kl")
     return " | ".join(parts)
 
 

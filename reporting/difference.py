@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from disk.statistics import student_t_quantile
+from disk.statistics import FEWEST_FOR_INTERVAL, student_t_quantile
 from prompts.held_out import POWER
 from reporting.history import Answers, History
 
@@ -40,7 +40,17 @@ class MeanChange(NamedTuple):
     span: float  # the highest value minus the lowest, over both evaluations
 
     def __str__(self) -> str:
+        if self.num < FEWEST_FOR_INTERVAL:
+            return f"{self.mean:+.3f}"
         return f"{self.mean:+.3f}, 95% interval {self.low:+.3f} to {self.high:+.3f}"
+
+    @property
+    def interval_text(self) -> str:
+        """The mean and the farther end of its interval, such as "+0.125 \u00b1 0.080"."""
+        if self.num < FEWEST_FOR_INTERVAL:
+            return f"{self.mean:+.3f}"
+        reach = max(self.mean - self.low, self.high - self.mean)
+        return f"{self.mean:+.3f} \u00b1 {reach:.3f}"
 
     @property
     def outcome(self) -> str:

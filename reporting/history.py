@@ -7,13 +7,14 @@ too. This file does not cover the verdict on a run (verdict.py) or runs with sev
 """
 
 import functools
+import itertools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from config import SETTINGS, Config
-from disk import run_files
+from disk import run_changes, run_files
 from disk.eval_record import format_figure_with_interval
 from disk.files import load_json_object
 from disk.run_files import read_log
@@ -40,6 +41,7 @@ class History:
     evals: Records
     warnings: Records = field(default_factory=list)
     changes: Records = field(default_factory=list)
+    num_answers_left_out: int = 0  # the number of the first held-out answers that are left out
 
     @property
     def name(self) -> str:
@@ -63,9 +65,31 @@ class History:
     def answers_by_step(self) -> dict[int, Answers]:
         """The records of the held-out answers, by step and then by problem."""
         answers_by_step: dict[int, Answers] = {}
-        for record in read_log(self.dir / "eval_answers.jsonl"):
+        log = read_log(self.dir / "eval_answers.jsonl")
+        for record in itertools.islice(log, self.num_answers_left_out, None):
             answers_by_step.setdefault(record["step"], {})[record["problem"]] = record
         return answers_by_step
+
+    @functools.cached_property
+    def digests(self) -> dict[str, str]:
+        """
+        Digests of the files and functions that the settings name, by the file's name.
+
+        Files are recorded in env.json, and functions of a program or notebook in the checkpoints.
+        """
+        digests: dict[str, str] = {}
+        for path, digest in run_files.read_file_digests(self.dir).items():
+            name = Path(path).name
+            digests[name] = f"{digests.get(name, '')}{digest[:8]}"
+        return digests
+
+    @functools.cached_property
+    def comparable(self) -> "History":
+        """The run without the evaluations from before a change of what evaluations measure."""
+        num_evals, num_answers = run_changes.num_incomparable_evaluations_and_answers(self.changes)
+        if not num_evals:
+            return self
+        return replace(self, evals=self.evals[num_evals:], num_answers_left_out=num_answers)
 
 
 # ---- reading a run
@@ -93,7 +117,7 @@ def load_history(run: str | Path) -> History:
         steps=list(read_log(folder / "metrics.jsonl")),
         evals=list(read_log(folder / "eval.jsonl")),
         warnings=list(read_log(folder / "warnings.jsonl")),
-        changes=list(read_log(folder / "changes.jsonl")),
+        changes=run_changes.read_changes(folder),
     )
 
 
@@ -134,17 +158,22 @@ def split_and_mark_new_words(before: str, after: str) -> list[tuple[str, bool]]:
 # ---- figures
 
 
-def format_figure_before_after(run: History, with_name: bool = True) -> tuple[str, str]:
+def format_figure_before_after(
+    run: History, with_name: bool = True, figure_name: str = ""
+) -> tuple[str, str]:
     """
-    Returns the held-out figure at the first and at the last evaluation, each with its interval.
+    Returns a held-out figure at the first and at the last evaluation, each with its interval.
 
     A missing evaluation is shown as "-". with_name: whether to put the name of the figure before
-    each value; the name "accuracy" is always left out.
+    each value; the name "accuracy" is always left out. figure_name: "" stands for the main figure.
     """
-    prefix = f"{run.figure_name} " if with_name and run.figure_name != "accuracy" else ""
+    run = run.comparable
+    name = figure_name or run.figure_name
+    prefix = f"{name} " if with_name and name != "accuracy" else ""
     figures = [
-        prefix + format_figure_with_interval(record, run.figure_name)
-        for record in run.evals_with_figure
+        prefix + format_figure_with_interval(record, name)
+        for record in run.evals
+        if record.get(f"eval/{name}") is not None
     ]
     before = figures[0] if figures else "-"
     after = figures[-1] if len(figures) > 1 else "-"
@@ -192,12 +221,18 @@ def headline_facts(run: History, ended: bool = False) -> dict[str, str]:
     evaluation_s = sum(record.get("eval/s") or 0.0 for record in run.evals)
     peak = max(health.measured_values(run.steps, "mem/peak_gb"), default=None)
     status = run_status(run, ended)
-    return {
-        f"held-out {run.figure_name} before": before,
-        f"held-out {run.figure_name} after": after,
+    figure_name = run.comparable.figure_name
+    facts = {f"held-out {figure_name} before": before, f"held-out {figure_name} after": after}
+    if any(record.get("eval/greedy") is not None for record in run.evals):
+        before, after = format_figure_before_after(run, with_name=False, figure_name="greedy")
+        facts |= {"held-out greedy before": before, "held-out greedy after": after}
+    facts |= {
         "steps": f"{format_steps_done(run, status)}, {status}",
         "training": format_duration(training_s),
         "evaluations": format_duration(evaluation_s),
         tokens_name: f"{round(num_tokens):,}",
         "peak memory": "-" if peak is None else f"{peak:.2f} GB",
     }
+    if run.changes:
+        facts["changed on resume"] = escape_invisible(run_changes.describe_changes(run.changes))
+    return facts

@@ -24,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from config import Config
+from disk import run_changes
 from disk.run_files import JsonLines, replace_infinities
 from disk.statistics import mean
 from judging.grader import Grader, Judgement
@@ -34,6 +35,7 @@ from reporting import health, verdict
 from reporting.console import LiveLine, format_step_line, print_line, print_warning
 from reporting.difference import earliest_unbeaten_evaluation
 from reporting.history import History
+from reporting.run_table import cumulative_costs
 from reporting.trackers import Tracker
 from rewards import form
 from rewards.rewards import LoggedValues
@@ -412,6 +414,7 @@ class Journal:
             lambda: [self.metrics.read(), self.evals.read()]
         )
 
+        self.changes = world.compute_on_rank0(lambda: run_changes.read_changes(run_dir))
         self.verdict: verdict.Verdict | None = None  # the verdict on the run so far
 
         # the step of the best evaluation; None if no evaluation could be scored
@@ -476,6 +479,9 @@ class Journal:
         num_tokens = sum(len(sample.loss_positions) for sample in samples)
         figures["completion/mean_tokens"] = num_tokens / num_completions
         figures["mem/peak_gb"] = peak_bytes / 1e9
+        totals = cumulative_costs(self.steps)
+        figures["time/s"] = totals["time/s"] + seconds["step"]
+        figures["tokens/total"] = totals["tokens/total"] + num_tokens
         figures = replace_infinities(figures)
 
         self.metrics.write(figures)
@@ -500,7 +506,7 @@ class Journal:
         # write the answers first; a run that stops before writing the record evaluates again
         for answer in pick_evenly_spaced(answers, MOST_ANSWERS):
             self.answers.write({"step": step} | answer)
-        record = {"step": step} | record
+        record = {"step": step} | record | cumulative_costs(self.steps)
         self.evals.write(record)
         self.evaluations.append(record)
         self.best_step = world.compute_on_rank0(self._update_verdict_and_find_best_step)
@@ -547,12 +553,35 @@ class Journal:
 
     def _update_verdict_and_find_best_step(self) -> int | None:
         """Updates the verdict, prints its warning, and returns the step of the best evaluation."""
-        run = History(self.dir, self.config.to_flags(), {}, self.steps, self.evaluations)
+        for change in run_changes.changes_of_measure(self.changes):
+            self.warn_once(change["step"], warning_of_measure_change(change))
+        run = History(
+            self.dir,
+            self.config.to_flags(),
+            {},
+            self.steps,
+            self.evaluations,
+            changes=self.changes,
+        )
         self.verdict = verdict.judge_change(run)
         if self.verdict and self.verdict.warning:
             self.warn_once(self.evaluations[-1]["step"], self.verdict.warning)
-        best = earliest_unbeaten_evaluation(run)
+        best = earliest_unbeaten_evaluation(run.comparable)
         return best["step"] if best else None
+
+    @property
+    def comparable_evaluations(self) -> list[dict[str, Any]]:
+        """The evaluations since the newest change of what evaluations measure."""
+        num_before, _ = run_changes.num_incomparable_evaluations_and_answers(self.changes)
+        return self.evaluations[num_before:]
+
+    @property
+    def lacks_comparable_evaluation(self) -> bool:
+        """Whether a change of what evaluations measure still needs an evaluation to begin with."""
+        has_changed = bool(run_changes.changes_of_measure(self.changes))
+        return (
+            has_changed and bool(self.config.evaluation.every) and not self.comparable_evaluations
+        )
 
     def print_summary(self) -> None:
         """Prints a final summary of cut-off answers, past warnings, files and the verdict."""
@@ -562,25 +591,42 @@ class Journal:
             print_line(cut_off)
         for warning in self.warnings.read():
             print_line(f"warning after step {warning['step']}: {warning['name']}")
-        print_line(f"adapter: {self.dir / 'adapter'}")
-        if self.best_step is not None:
-            print_line(self._describe_best_adapter(self.best_step))
+        if self.best_step is None:
+            print_line(f"adapter: {self.dir / 'adapter'}")
+        else:
+            print_line(self._describe_adapter_to_use(self.best_step))
         page = self.dir / "report.html"
         if page.is_file():
             print_line(f"page: {page}")
         for line in verdict.verdict_lines(self.verdict, settings, self.dir):
             print_line(line)
 
-    def _describe_best_adapter(self, step: int) -> str:
-        """Returns a line that names the best adapter and says whether the newest one is worse."""
-        when = f"after {step} steps" if step else "before training"
-        line = f"best: {self.dir / 'adapter-best'}, {when}"
-        if step == self.evaluations[-1]["step"]:
-            return line
+    def _describe_adapter_to_use(self, best_step: int) -> str:
+        """Returns a line that says which adapter to use, and which step adapter-best is from."""
+        newest = f"{self.dir / 'adapter'}, after {self.evaluations[-1]['step']} steps"
+        if best_step == self.evaluations[-1]["step"]:
+            return f"use: {newest}; adapter-best is the same adapter"
+
+        best = self.dir / "adapter-best"
         warning = self.verdict.warning if self.verdict else None
         if warning and warning.name == "worse":
+            line = f"use: {best}, after {best_step} steps"
+            if not best_step:
+                line = f"use: the model before training, which is also {best}"
             return f"{line}; the newest adapter is significantly worse"
-        return f"{line}; use the newest adapter, because it is not significantly worse"
+        when = f"is from step {best_step}" if best_step else "is the model before training"
+        return f"use: {newest}; adapter-best {when}, and is not significantly better"
+
+
+def warning_of_measure_change(change: dict[str, Any]) -> health.RunWarning:
+    """A warning that evaluations before and after a change on a resume are not compared."""
+    name = str(change["setting"])
+    return health.RunWarning(
+        f"{name} changed after step {change['step']}",
+        f"The run was resumed after step {change['step']} with a change: {name}. The change can "
+        "affect every held-out figure, so the model is evaluated again at this step, and earlier "
+        "evaluations are not compared",
+    )
 
 
 def open_log(run_dir: Path, name: str) -> JsonLines:

@@ -29,7 +29,7 @@ from disk import model_card, run_files
 from judging import rubrics
 from machine import alive
 from prompts.examples import pick_evenly_spaced
-from reporting import charts, history, seeds
+from reporting import charts, history, paired, seeds
 from reporting.answer_changes import (
     CHEATED,
     describe_reward,
@@ -63,6 +63,7 @@ def held_out_answers_for_page(run: History) -> dict[str, Any]:
 
     The result also contains the number of answers with each kind of change.
     """
+    run = run.comparable
     by_step = run.answers_by_step
     if not by_step:
         return {"rows": [], "first": [], "columns": [], "counts": {}, "left_out": 0}
@@ -323,8 +324,12 @@ def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
         verdict=verdict,
         tone=verdict_css_class(verdict),
         facts=history.headline_facts(run, ended),
-        other_runs=figures_of_single_runs(seed_groups[1:]),
-        seeds=seeds.describe_seed_groups(seed_groups),
+        name_of_first=run.name if len(seed_groups) > 1 else "",
+        other_runs=[other_run_for_page(group) for group in seed_groups[1:]],
+        seeds=[
+            *seeds.describe_seed_groups(seed_groups),
+            *paired.describe_paired_differences(seed_groups),
+        ],
         shown=run.name if len(seed_groups[0].runs) > 1 else "",
         answers=held_out_answers_for_page(run),
         charts=curves,
@@ -357,14 +362,19 @@ def verdict_css_class(verdict: Verdict | None) -> str:
     return "good" if verdict.outcome == BETTER and not verdict.is_doubtful else ""
 
 
-def figures_of_single_runs(seed_groups: list[SeedGroup]) -> list[tuple[str, str, str]]:
-    """Returns the name, and the figures before and after training, of each group with one run."""
-    other_runs = []
-    for group in seed_groups:
-        if len(group.runs) == 1:
-            before, after = history.format_figure_before_after(group.runs[0])
-            other_runs.append((group.name, before, after))
-    return other_runs
+def other_run_for_page(group: SeedGroup) -> dict[str, Any]:
+    """Returns the verdict, the figures and the held-out answers of a group's first run."""
+    run = group.runs[0]
+    verdict = judge_change(run)
+    before, after = history.format_figure_before_after(run)
+    return {
+        "name": run.name,
+        "verdict": verdict,
+        "tone": verdict_css_class(verdict),
+        "before": before,
+        "after": after,
+        "answers": held_out_answers_for_page(run),
+    }
 
 
 def escape_unless_markup(value: Any) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import MemoryDependentSizes
+from disk import places
 from disk.statistics import student_t_quantile
 from reporting import history
 from reporting.history import History
@@ -50,6 +51,8 @@ def load_seed_groups(run_dirs: Iterable[str | Path]) -> list[SeedGroup]:
     """
     Loads runs and puts runs that differ only in their seed into one group.
 
+    Runs whose files have different contents, such as a changed reward, are in different groups.
+
     run_dirs: directories of runs, or directories that contain one run per seed. The groups are in
     the order of `run_dirs`.
     """
@@ -60,7 +63,8 @@ def load_seed_groups(run_dirs: Iterable[str | Path]) -> list[SeedGroup]:
             setting = {
                 key: value for key, value in run.settings.items() if key not in NOT_THE_SETTING
             }
-            by_setting.setdefault(str(setting), []).append(run)
+            contents = sorted(places.read_path_record(run.dir)["files"].values())
+            by_setting.setdefault(f"{setting} {contents}", []).append(run)
 
     groups = []
     for runs in by_setting.values():
@@ -86,7 +90,7 @@ def newest_evaluation_by_seed(group: SeedGroup, figure: str) -> dict[int, dict[s
     key = f"eval/{figure}"
     newest = {}
     for run in group.runs:
-        for evaluation in run.evals:
+        for evaluation in run.comparable.evals:
             if evaluation.get(key) is not None:
                 newest[run.settings["seed"]] = evaluation
     return newest
@@ -148,7 +152,9 @@ def describe_difference_by_seed(first: SeedGroup, other: SeedGroup) -> str:
     listed = " ".join(f"{difference:+.3f}" for difference in differences[:MOST_DIFFERENCES])
     if num > MOST_DIFFERENCES:
         listed += " \u2026"
-    interval = f"{mean:+.3f} \u00b1 {confidence_half_width:.3f} (95%, Student's t)"
+    interval = f"{mean:+.3f}"
+    if num > 2:  # with two seeds, t is 12.7, and the interval says nothing
+        interval += f" \u00b1 {confidence_half_width:.3f} (95%, Student's t)"
     line = f"{title}: {interval} over {num} pairs: {listed}"
     num_before = format_num_problems(before)
     num_after = format_num_problems(after)

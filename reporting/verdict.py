@@ -7,11 +7,13 @@ cover other warnings during a run (health.py), or how a verdict is shown (journa
 """
 
 import random
+import re
 import shlex
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from disk import run_changes
 from disk.model_card import describe_initial_adapter
 from flags import escape_invisible, make_printable
 from prompts.examples import last_user_text
@@ -44,6 +46,7 @@ from reporting.difference import (
 )
 from reporting.health import Records
 from reporting.history import Answers, History
+from text.commands import command_prefix
 
 NUM_READ = 10  # the number of problems that a verdict shows
 
@@ -78,8 +81,11 @@ def judge_change(run: History) -> Verdict | None:
     """
     Returns the verdict on the change from the first evaluation to the last.
 
-    Returns None if there are fewer than two evaluations.
+    If a resume changed what evaluations measure, only the evaluations since then are compared.
+    Returns None if there are fewer than two evaluations to compare.
     """
+    measure_changes = run_changes.describe_changes(run_changes.changes_of_measure(run.changes))
+    run = run.comparable
     if len(run.evals) < 2:
         return None
     settings = run.settings
@@ -113,6 +119,8 @@ def judge_change(run: History) -> Verdict | None:
         headline = f"{outcome}, though the score {direction}"
         text += f", though the score changed by {total_change}"
     text += describe_component_changes(change, component_changes)
+    if measure_changes:
+        text += f"; earlier evaluations are not compared, because {measure_changes}"
 
     verifier_is_default = (
         is_verified
@@ -352,7 +360,7 @@ def verdict_lines(verdict: Verdict | None, settings: dict[str, Any], run: Path) 
         measure = advice.command_to_evaluate_before_and_after(settings, shlex.quote(str(run)))
         return [
             "verdict: none, because a verdict needs two held-out evaluations (--eval-every)",
-            f"next: evaluate the model before and after training: {measure}",
+            *lines_of_next_step(f"Evaluate the model before and after training: {measure}"),
         ]
     lines = [f"verdict: {verdict.headline}", f"  {verdict.text}"]
     lines += [f"  changed: {sign}" for sign in verdict.signs]
@@ -363,5 +371,21 @@ def verdict_lines(verdict: Verdict | None, settings: dict[str, Any], run: Path) 
         if answer.facts:
             line += f" ({answer.facts})"
         lines.append(line)
-    lines.append(f"next: {verdict.advice}")
+    lines += lines_of_next_step(verdict.advice)
     return [make_printable(line) for line in lines]
+
+
+def lines_of_next_step(advice_text: str) -> list[str]:
+    """Returns the lines with which a terminal shows advice, with each command on its own line."""
+    launcher = command_prefix().split()[0]  # "uv" or "gwen"
+    text_and_command = re.compile(rf"(.*?: )({re.escape(launcher)} .*)")
+    lines: list[str] = []
+    for clause in re.split(rf"; (?=[^;]*: {re.escape(launcher)} )", f"next: {advice_text}"):
+        indent = "  " if lines else ""
+        match = text_and_command.fullmatch(clause)
+        if match is None:
+            lines.append(f"{indent}{clause}")
+            continue
+        lines.append(f"{indent}{match[1].rstrip()}")
+        lines += [f"    {command}" for command in match[2].split(" && ")]
+    return lines

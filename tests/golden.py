@@ -149,8 +149,8 @@ NUM_PROCESSES = {"processes": 2}
 LOGS = ("rollouts.jsonl", "metrics.jsonl", "eval_answers.jsonl", "eval.jsonl")
 ADAPTERS = ("adapter", "adapter-best")
 IS_TIME = re.compile(
-    r"(/s|_s|tok_s)$|tok_s/|^mem/|^seconds$"
-)  # keys that depend on the clock and the machine
+    r"(/s|_s|tok_s)$|tok_s/|^mem/|^seconds$|^tokens/total$"
+)  # keys that depend on the clock and the machine, and a sum that earlier commits did not write
 USERS_VARIABLES = ("GWEN_", "RUBRIC_", "WANDB_", "MLX_", "OPENAI_", "HF_")
 
 

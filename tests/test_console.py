@@ -51,6 +51,12 @@ def test_a_line_has_what_a_run_measures(settings):
     assert len(line.split(" | ")) == len(columns.split(", ")) and "groups" not in columns
 
 
+def test_a_line_says_at_what_part_of_the_schedule_target_kl_holds_the_rate():
+    line = console.format_step_line(STEP | {"update/rate": 0.22}, 100)
+    assert line == f"{LINE} | learning rate held at 22% by --target-kl"
+    assert console.format_step_line(STEP | {"update/rate": 1.0}, 100) == LINE
+
+
 PROGRAM = f"""
 import time
 from reporting import console

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+import sys
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +13,7 @@ from conftest import mark_readable, read_log, write_log
 from test_docs import EVALUATION_METRICS, without_meaning
 
 import chat
+import evaluate
 import export
 import gwen
 import judge
@@ -319,6 +321,8 @@ def test_the_command_repeats_a_run_s_evaluations_to_the_digit(runs, capsys, name
     step = expected.pop("step")
     for each_record in (record, expected):
         assert each_record.pop("eval/s") > 0
+    for total in ("time/s", "tokens/total"):  # what the run has cost until then
+        assert (expected.pop(total) == 0) == (step == 0)
     assert record == expected and (
         step == 0 or record["eval/kl"] > 1e-9
     )  # before training it is 1e-13
@@ -435,3 +439,14 @@ def test_chat_and_export_take_model_and_adapter_from_the_run(runs, capsys, tmp_p
 def test_an_evaluation_warns_where_most_answers_are_cut_off(capsys, limit, is_told):
     evaluate_main(["--model", "demo", "--task", "demo", "--limit", "4", "--max-tokens", str(limit)])
     assert (f"cut off at --max-tokens {limit}" in capsys.readouterr().err) == is_told
+
+
+def test_a_terminal_shows_the_record_as_json_only_if_asked_and_a_pipe_always(monkeypatch, capsys):
+    record = {"eval/accuracy": 0.5, "eval/num": 8}
+    evaluate.print_record(record, as_json=False)
+    assert json.loads(capsys.readouterr().out) == record
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    evaluate.print_record(record, as_json=False)
+    assert capsys.readouterr().out == "all figures as JSON: add --json\n"
+    evaluate.print_record(record, as_json=True)
+    assert json.loads(capsys.readouterr().out) == record

@@ -124,10 +124,13 @@ def test_its_best_adapter_is_of_the_lowest_loss_or_of_the_first_accuracy_that_no
     best = min(
         losses, key=losses.__getitem__
     )  # of equals the first; 8 problems tell no other accuracy
-    when = f"after {best} steps" if best else "before training"
+    when = f"is from step {best}" if best else "is the model before training"
+    if best == max(losses):
+        when = "is the same adapter"
     output = (run.parent / f"{kind}.out").read_text()
-    (line,) = re.findall(rf"^best: {re.escape(str(run))}/adapter-best, {when}(.*)$", output, re.M)
-    assert ("use the newest" in line) == (best != max(losses))
+    (line,) = re.findall(rf"^use: {re.escape(str(run))}/(.*)$", output, re.M)
+    assert line.startswith(f"adapter, after {max(losses)} steps; adapter-best {when}")
+    assert "\nadapter: " not in output  # the line that says what to use is the only one
     kept = run / "adapter-best" / "adapters.safetensors"
     saved = run / "checkpoints" / f"step-{best:06}" / "adapter" / "adapters.safetensors"
     begun = all(

@@ -101,7 +101,7 @@ def eval_record(step, accuracy):
         "step": step,
         "eval/accuracy": accuracy,
         "eval/accuracy_ci95": 0.125,
-        "eval/num": 4,
+        "eval/num": 8,
         "eval/s": 2.0,
     }
 
@@ -264,6 +264,13 @@ def test_values_of_a_curve_are_those_of_the_metrics(run):
     assert [mark["step"] for mark in shown["Entropy"]["marks"]] == [3]
 
 
+def test_the_page_has_a_curve_of_the_rate_if_target_kl_has_held_it(run):
+    assert charts.RATE not in drawn(run)
+    steps = [record | {"update/rate": 0.5} for record in read_log(run / "metrics.jsonl")]
+    write_log(run / "metrics.jsonl", steps)
+    assert drawn(run)[charts.RATE]["series"][0]["y"] == [0.5] * 4
+
+
 def test_several_runs_stand_over_each_other(run):
     other = make_run(run.parent / "other")
     assert [s["label"] for s in drawn(run, other)["Entropy"]["series"]] == [
@@ -376,7 +383,8 @@ def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
     assert table[0].split() == [
         f"{name}/seed-{seed}" for name in ("low", "high") for seed in range(3)
     ]
-    assert table[-1].startswith("high - low: +0.108")
+    assert table[-2].startswith("high - low: +0.108")
+    assert table[-1].startswith("high - low, by problem: ")
     report.main(["--list", str(Path(both[0]).parent)])
     listed = capsys.readouterr().out
     assert len(listed.splitlines()) == 2 + 6
@@ -680,3 +688,18 @@ def test_of_800_hostile_strings_in_every_place_none_runs_and_none_breaks_the_lay
     shown, errors = browse(markup, program)
     assert errors == []
     assert title_of(shown) == f"undefined 0 {800 + 3 * 60} 800"
+
+
+def test_the_page_of_two_runs_has_the_answers_and_the_verdict_of_both(run):
+    other = make_run(run.parent / "other")
+    answers = read_log(other / "eval_answers.jsonl")
+    for record in answers:
+        record["completions"] = [f"Elsewhere: {record['completions'][0]}"]
+    write_log(other / "eval_answers.jsonl", answers)
+    write_log(other / "eval.jsonl", [eval_record(0, 0.5), eval_record(4, 0.125)])
+    markup = page.write_page(run, None, [str(other)]).read_text()
+    assert "<h2><bdi>small</bdi>: too few" in markup and "<h2><bdi>other</bdi>: too few" in markup
+    assert "accuracy 0.250 -&gt; 0.750" in markup and "accuracy 0.500 -&gt; 0.125" in markup
+    texts = [re.sub("<[^>]+>", "", part) for part in markup.split('<section id="curves">')[:1]]
+    assert texts[0].count("Elsewhere: Two plus three is five.") == 3
+    assert texts[0].count("Two plus three is five.") == 6

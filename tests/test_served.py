@@ -244,7 +244,7 @@ def test_the_weights_of_what_a_server_runs_are_not_fetched(tmp_path, monkeypatch
 
 
 def written(path, greedy, samples=((1.0,), (0.0,), (1.0,), (None,))):
-    rows = zip(range(4), samples, greedy, strict=True)
+    rows = zip(range(8), samples * 2, greedy * 2, strict=True)
     shown = [
         dict(problem=n, prompt=f"{n}?", values=v, greedy=f" {g}", greedy_value=float(g))
         for n, v, g in rows
@@ -260,13 +260,13 @@ def test_evaluations_stand_side_by_side_with_the_intervals_of_pairs(tmp_path, ca
     report.main(["--compare", *files])
     head, _, first, second = capsys.readouterr().out.splitlines()
     assert head.split() == "problems sampled difference greedy difference same greedy text".split()
-    assert first.split()[:2] == ["base.jsonl", "4"] and "0.667 ±" in first and "0.250 ±" in first
-    assert "+0.500 ± " in second and second.count(", too few ") == 2 and second.endswith("2 of 4")
+    assert first.split()[:2] == ["base.jsonl", "8"] and "0.667 ±" in first and "0.250 ±" in first
+    assert "+0.500 ± " in second and second.count(", too few ") == 2 and second.endswith("4 of 8")
     files = [
         written(tmp_path / f"{n}.jsonl", [1, 0, 0, 0], [[n / 2, n, 0.0, 0.0]] * 4) for n in (0, 1)
     ]
     report.main(["--compare", *files])
-    assert "+0.375 ± 0.363, better" in capsys.readouterr().out  # of means of four
+    assert "+0.375 ± 0.205, better" in capsys.readouterr().out  # of means of four samples
 
 
 def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, check_refusal):

@@ -13,7 +13,7 @@ from conftest import ROOT, read_log, write_log
 
 import report
 from config import Config
-from disk import statistics
+from disk import eval_record, statistics
 from prompts import held_out
 from reporting import advice, answer_changes, difference, history, journal, page, verdict
 from reporting.difference import BETTER, FEW, SAME, WORSE
@@ -314,11 +314,11 @@ def letter_answer(rng, prompt):
 
 EXACT = (lambda r, p: (answer(r), 0.1, 0.0)), lambda r, p: (answer(r, 4), 0.9, 1.0)
 RUNS = {  # name: how it was made, its verdict, and what must be said with it
-    "really better": ((120, right(0.3), right(0.8)), BETTER, "still rising: uv run"),
+    "really better": ((120, right(0.3), right(0.8)), BETTER, "still rising:\n    uv run"),
     "better early": (
         (120, right(0.3), right(0.8)),
         BETTER,
-        ": uv run chat.py --run",
+        ":\n    uv run chat.py --run",
     ),
     "no change": ((300, right(0.5), right(0.5)), SAME, "--steps"),
     "hardly moved": (
@@ -405,7 +405,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "sft of three": (
         (3, right(0.5), right(0.5), "loss", {"loss_type": "sft", "model": "smollm2"}),
         BETTER,
-        "still falling: uv run --extra smollm train.py --resume ",
+        "still falling:\n    uv run --extra smollm train.py --resume ",
     ),
     "paid for another thing": (
         (300, short(0.2), short(2.0)),
@@ -491,11 +491,9 @@ def test_what_learned_from_replies_and_rises_no_more_is_shown_the_way_to_grpo(tm
     settings = {"model": "smollm2", "lora_rank": 16}
     run = make_run(tmp_path / "run", 64, right(0.5), right(0.5), "loss", settings, **MORE["sft"])
     write_log(run / "eval.jsonl", read_log(run / "eval.jsonl")[::2])
-    shown = verdict.verdict_lines(verdict.judge_change(history.load_history(run)), {}, run)[-1]
-    assert (
-        f": uv run --extra smollm train.py --model smollm2 --init-adapter {run} --data PROMPTS"
-        in shown
-    )
+    shown = verdict.verdict_lines(verdict.judge_change(history.load_history(run)), {}, run)
+    command = "    uv run --extra smollm train.py --model smollm2"
+    assert f"{command} --init-adapter {run} --data PROMPTS" in shown
 
 
 @pytest.mark.parametrize(
@@ -519,6 +517,48 @@ def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_ans
     _, text = verdict.judge_change(run).warning
     assert ("be too strict" in text) == ("--verifier FILE.py:fn" in text) == (not verifier)
     assert text.endswith(" --beta 0.05")
+
+
+@pytest.mark.parametrize(
+    ("num_right", "first"), [(5, advice.BOTH_ROSE), (2, advice.REWARD_ALONE_ROSE)]
+)
+def test_an_accuracy_that_rose_on_few_problems_is_not_said_to_have_stayed(
+    tmp_path, num_right, first
+):
+    def rewarded(num, extra):
+        return lambda rng, prompt: (answer(rng), float(int(prompt.split()[-1]) < num), extra)
+
+    scores = {"eval/score": (1.0, 4.0)}
+    before, after = rewarded(2, 0.0), rewarded(num_right, 3.0)
+    run = make_run(tmp_path / "run", 12, before, after, moved=0.1, **scores)
+    result = verdict.judge_change(history.load_history(run))
+    assert result.outcome == FEW and result.headline.endswith("though the score rose")
+    assert result.advice.startswith(f"{first}. About ")
+
+
+def test_each_command_of_the_next_step_has_a_line_of_its_own():
+    text = "Chat: uv run chat.py --run 'a; b' --chat; or measure: uv run evaluate.py && uv run report.py"
+    assert verdict.lines_of_next_step(text) == [
+        "next: Chat:",
+        "    uv run chat.py --run 'a; b' --chat",
+        "  or measure:",
+        "    uv run evaluate.py",
+        "    uv run report.py",
+    ]
+    assert verdict.lines_of_next_step("Try more --steps; see docs") == [
+        "next: Try more --steps; see docs"
+    ]
+
+
+def test_fewer_than_five_problems_have_no_interval():
+    for num in (2, 5):
+        change = difference.paired_difference(*table_of(0, num, 0, 0))
+        record = {"eval/score": 0.5, "eval/score_ci95": 4.447, "eval/num": num}
+        shown = [str(change), change.interval_text]
+        shown.append(eval_record.format_figure_with_interval(record, "score"))
+        assert ["interval" in shown[0], "\u00b1" in shown[1], "\u00b1" in shown[2]] == [
+            num == 5
+        ] * 3
 
 
 def test_what_is_best_already_is_not_called_still_rising():
@@ -576,7 +616,7 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
     )
     log.print_summary()
     assert (
-        f"evaluate.py --run {tmp_path} --out {tmp_path}/before.jsonl --step 0 &&"
+        f"evaluate.py --run {tmp_path} --out {tmp_path}/before.jsonl --step 0\n"
         in capsys.readouterr().out
     )
     for step, num in ((0, 30), (10, 70), (20, 72), (30, 40)):

@@ -1,0 +1,109 @@
+"""
+Records in `changes.jsonl` what was changed when a run was resumed, and from which step on.
+
+Some changes affect what an evaluation measures, for example a change of the reward. Evaluations
+from before and after such a change cannot be compared. This file does not decide whether a run may
+be resumed after a change (checkpoint.py).
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from disk.run_files import JsonLines, read_log
+
+CHANGES = "changes.jsonl"
+HELD_OUT = "held-out problems"  # the name of the digest of the held-out problems
+DIGEST_LENGTH = 12  # the number of characters of a digest that a record keeps
+
+# The settings that affect the answers in an evaluation, or the figures that are computed from them.
+MEASURE_SETTINGS = {
+    *("model", "task", "task_config", "columns", "max_tokens", "stop", "end_tokens", "thinking"),
+    *("verifier", "reward", "reward_weights", "reward_gate", "rubric", "eval_rubric"),
+    *("tools", "env", "max_turns", "max_context", "judge_model", "judge_mode", "judge_think"),
+}
+
+Changes = Sequence[dict[str, Any]]
+
+
+def read_changes(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the records of what was changed when the run was resumed, oldest first."""
+    return list(read_log(run_dir / CHANGES))
+
+
+def record_changes(
+    run_dir: Path,
+    step: int,
+    before: tuple[Mapping[str, Any], Mapping[str, str]],
+    now: tuple[Mapping[str, Any], Mapping[str, str]],
+    training_only: Collection[str],
+) -> list[dict[str, Any]]:
+    """
+    Appends a record for each change since the checkpoint of `step`, and returns all records.
+
+    Each record contains the number of evaluations and held-out answers from before the change, if
+    the change affects what evaluations measure. Records of later steps are removed.
+
+    before, now: the settings, and the digests of the model, data and files, each by name.
+    training_only: the names of the digests that do not affect evaluations.
+    """
+    if HELD_OUT not in before[1]:  # an older checkpoint; the data's digest covers these problems
+        training_only = ()
+    path = run_dir / CHANGES
+    if path.exists():
+        JsonLines(path).truncate_after(step)
+    records = read_changes(run_dir)
+    values = _join_settings_and_digests(*before)
+    values |= {record["setting"]: record["is"] for record in records}
+    evaluations = [record for record in read_log(run_dir / "eval.jsonl") if record["step"] <= step]
+    last_evaluated = evaluations[-1]["step"] if evaluations else -1
+    answers = read_log(run_dir / "eval_answers.jsonl")
+    num_answers = sum(answer["step"] <= last_evaluated for answer in answers)
+
+    for name, value in _join_settings_and_digests(*now).items():
+        if value == values.get(name, value):
+            continue
+        record = {"step": step, "setting": name, "was": values[name], "is": value}
+        is_digest = name in now[1]
+        if (is_digest and name not in training_only) or name in MEASURE_SETTINGS:
+            record |= {"evaluations": len(evaluations), "answers": num_answers}
+        JsonLines(path).write(record)
+        records.append(record)
+    return records
+
+
+def _join_settings_and_digests(
+    settings: Mapping[str, Any], digests: Mapping[str, str]
+) -> dict[str, Any]:
+    return dict(settings) | {name: digest[:DIGEST_LENGTH] for name, digest in digests.items()}
+
+
+def changes_of_measure(changes: Changes) -> list[dict[str, Any]]:
+    """Returns the changes that affect what evaluations measure."""
+    return [change for change in changes if "evaluations" in change]
+
+
+def num_incomparable_evaluations_and_answers(changes: Changes) -> tuple[int, int]:
+    """Returns how many evaluations, and how many answers, precede the newest change of measure."""
+    newest = changes_of_measure(changes)[-1:]
+    return (newest[0]["evaluations"], newest[0]["answers"]) if newest else (0, 0)
+
+
+def describe_changes(changes: Changes) -> str:
+    """Returns the changed names and steps as text, such as "mine.py changed after step 6"."""
+    names_by_step: dict[int, dict[str, None]] = {}
+    for change in changes:
+        names_by_step.setdefault(change["step"], {})[str(change["setting"])] = None
+    parts = [
+        f"{', '.join(names)} changed after step {step}" for step, names in names_by_step.items()
+    ]
+    return "; ".join(parts)
+
+
+def format_yaml_comments(changes: Changes) -> str:
+    """Returns comment lines for `config.yaml` that say what was changed on a resume, and when."""
+    lines = []
+    for change in changes:
+        was = f"{change['was']!r}".replace("\n", " ")
+        lines.append(f"# {describe_changes([change])} (it was {was})\n")
+    return "".join(lines)

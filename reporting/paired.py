@@ -1,0 +1,149 @@
+"""
+Compares the newest held-out answers of several runs problem by problem and seed by seed.
+
+The runs answer the same problems, so the interval of such a difference is much narrower than that
+of two means. This file does not cover the spread over seeds (seeds.py) or the change within one run
+(verdict.py).
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from config import SETTINGS
+from reporting import difference
+from reporting.history import Answers, History
+from reporting.seeds import SeedGroup
+from text.printable import escape_invisible
+
+ValueOfAnswers = Callable[[Answers], difference.ValueByProblem]
+
+# the settings that decide what the figure of each name measures
+MEASURES = {
+    "accuracy": ("task", "task_config", "verifier"),
+    "score": (
+        *("task", "task_config", "verifier", "reward", "reward_weights", "reward_gate"),
+        *("rubric", "judge_model", "judge_mode"),
+    ),
+}
+
+
+def describe_paired_differences(groups: list[SeedGroup]) -> list[str]:
+    """Returns a line about the difference between the first group and each other group."""
+    lines = []
+    for group in groups[1:]:
+        line = describe_paired_difference(groups[0], group)
+        if line:
+            lines.append(line)
+    return lines
+
+
+def describe_paired_difference(first: SeedGroup, other: SeedGroup) -> str:
+    """
+    Returns a line with the differences of the sampled and the greedy answers, paired by problem.
+
+    Runs of the same seed are compared, and the differences of a problem are averaged over the
+    seeds. A single run is compared with a single run of any seed. Returns "" if the runs have no
+    held-out answers, as in supervised fine-tuning.
+    """
+    figure = first.figure_name
+    if figure not in MEASURES or not any(map(newest_answers, first.runs)):
+        return ""
+    title = f"{escape_invisible(other.name)} - {escape_invisible(first.name)}, by problem"
+    differing = differing_measures(first.runs[0], other.runs[0], figure)
+    if figure != other.figure_name:
+        differing = [f"one has the {figure} and the other the {other.figure_name}"]
+    if differing:
+        return (
+            f"{title}: not compared, because the runs measure differently ({', '.join(differing)})"
+        )
+
+    pairs = pair_runs(first, other)
+    parts = []
+    values: dict[str, ValueOfAnswers] = {
+        figure: difference.mean_value_by_problem,
+        "greedy": difference.greedy_value_by_problem,
+    }
+    for name, value_by_problem in values.items():
+        change = mean_paired_difference(pairs, value_by_problem)
+        if change:
+            outcome = change.outcome.partition(" problems")[0]
+            parts.append(f"{name} {change.interval_text} on {change.num} problems, {outcome}")
+    if not parts:
+        return f"{title}: not compared, because the runs share fewer than two problems"
+    line = f"{title}: {'; '.join(parts)}"
+    if len(pairs) > 1:
+        line += f"; means of {len(pairs)} seeds, so the intervals hold for these seeds"
+    return line
+
+
+def pair_runs(first: SeedGroup, other: SeedGroup) -> list[tuple[History, History]]:
+    """Returns the pairs of runs with the same seed; two single runs are always a pair."""
+    if len(first.runs) == len(other.runs) == 1:
+        return [(first.runs[0], other.runs[0])]
+    run_of_seed = {run.settings["seed"]: run for run in other.runs}
+    pairs = []
+    for run in first.runs:
+        if run.settings["seed"] in run_of_seed:
+            pairs.append((run, run_of_seed[run.settings["seed"]]))
+    return pairs
+
+
+def newest_answers(run: History) -> Answers:
+    """Returns the held-out answers of the newest evaluation that can be compared."""
+    by_step = run.comparable.answers_by_step
+    return by_step[max(by_step)] if by_step else {}
+
+
+def mean_paired_difference(
+    pairs: list[tuple[History, History]], value_by_problem: ValueOfAnswers
+) -> difference.MeanChange | None:
+    """Returns the mean difference over the problems that all runs share, averaged over pairs."""
+    before_values = [keyed_by_prompt(run, value_by_problem) for run, _ in pairs]
+    after_values = [keyed_by_prompt(run, value_by_problem) for _, run in pairs]
+    all_values = before_values + after_values
+    if not all_values:
+        return None
+    shared = set.intersection(*(set(values) for values in all_values))
+    before = {key: statistics.fmean(values[key] for values in before_values) for key in shared}
+    after = {key: statistics.fmean(values[key] for values in after_values) for key in shared}
+    return difference.paired_difference(before, after, samples_per_value=len(pairs))
+
+
+def keyed_by_prompt(run: History, value_by_problem: ValueOfAnswers) -> Mapping[str, float]:
+    """Returns the values by number and prompt of their problem, as two runs may have other data."""
+    answers = newest_answers(run)
+    values = value_by_problem(answers)
+    return {f"{problem} {answers[problem]['prompt']}": value for problem, value in values.items()}
+
+
+def differing_measures(first: History, other: History, figure: str) -> list[str]:
+    """Returns the settings, and the files that they name, that let two runs measure differently."""
+    names = MEASURES[figure]
+    differing = []
+    for name in names:
+        if name not in SETTINGS or first.settings.get(name) == other.settings.get(name):
+            continue
+        differing.append(f"--{name.replace('_', '-')}")
+    named: list[Any] = [first.settings.get(name) for name in names]
+    for file, digests in differing_contents([first, other]).items():
+        if file in str(named) and "-" not in digests:
+            differing.append(file)
+    return differing
+
+
+def differing_contents(runs: list[History]) -> dict[str, list[str]]:
+    """
+    Returns the files and functions whose content is not the same in all runs.
+
+    Each name has the beginning of a digest for each run, or "-" for a run that has no such file.
+    """
+    names: dict[str, None] = {}  # used as a set that keeps its order
+    for run in runs:
+        names |= dict.fromkeys(run.digests)
+    contents = {}
+    for name in names:
+        digests = [run.digests.get(name, "-") for run in runs]
+        if len(set(digests)) > 1:
+            contents[escape_invisible(name)] = digests
+    return contents

@@ -30,7 +30,8 @@ def time_mlx_lm_rollout(
     """
     Does the work with mlx_lm's BatchGenerator, and times it.
 
-    The generator decodes as many rows at once as Gwen, or uses its default batch sizes. The
+    The generator decodes as many rows at once as Gwen does. With `use_default_sizes`, it uses its
+    own default batch sizes. The
     log-probabilities are those at temperature 1, whatever the sampling temperature is. At each
     step, the log-probabilities are read for all rows at once, because reading them row by row, as
     mlx_lm's `batch_generate` does, takes longer.

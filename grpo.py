@@ -68,7 +68,9 @@ class Tokens(NamedTuple):
     """
 
     logprobs: mx.array  # log-probabilities under the policy, in nats, with a gradient
-    old_logprobs: mx.array  # log-probabilities under the policy before the update, in nats
+    # log-probabilities under the policy before the update, in nats; in the rows of a replayed
+    # sample, those of the sampler, unless `importance_sampling_correction` is set
+    old_logprobs: mx.array
     advantages: mx.array  # (M,); or (M, T) if the tokens of a row have different advantages
     mask: mx.array  # 1 for a token that counts in the loss, 0 for padding
 

@@ -41,7 +41,7 @@ from reporting.journal import Journal, evaluation_is_due
 from rewards import functions, rewards
 from step import effects, objectives, optimizers
 from step.loss import StepLoss
-from step.sample import Sample, sample_from_conversation
+from step.sample import Sample, mark_replayed_samples, sample_from_conversation
 from tasks import draws
 from tools import environment_state, episodes
 from tools.toolbox import make_toolbox
@@ -252,9 +252,10 @@ class Run:
         The samples for the update: those of the step, or what the user's `on_samples` returns.
 
         samples: all samples of the step, with their rewards and advantages. The hook may leave
-        samples out, change their advantages, or add samples of earlier steps. The logs describe
-        the samples that were generated. With several machines, the hook is called on each of them
-        and must return the same samples everywhere.
+        samples out, change their advantages, or add samples of earlier steps. Samples of earlier
+        steps are marked as replayed, so that their importance ratios compare with the policy that
+        wrote them. The logs describe the samples that were generated. With several machines, the
+        hook is called on each of them and must return the same samples everywhere.
 
         Raises ValueError if the hook fails or returns anything but a list of samples.
         """
@@ -278,7 +279,7 @@ class Run:
                     f"{label} returned a sample with the advantage {sample.advantage}; "
                     "all advantages must be finite"
                 )
-        return chosen
+        return mark_replayed_samples(chosen, samples)
 
     def program_parts(self) -> dict[str, str]:
         """The names of the objects that only a Python program can set, by their place."""

@@ -442,7 +442,7 @@ class SlotDecoder(Decoder):
         """
         Appends ids to some slots, and updates their `logits` to those after the last ids.
 
-        ids_of: the ids by slot; their numbers may differ.
+        ids_of: the ids to append, by slot; each slot may get a different number of ids.
         """
         slots = list(ids_of)
         lengths = [len(ids) for ids in ids_of.values()]

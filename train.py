@@ -24,7 +24,8 @@ One step of the loop in `train`:
                             --target-kl is shortened. The log-probabilities of the old policy come
                             from the first forward pass of the update itself. With one optimizer
                             step per rollout, the ratio of new to old probabilities is therefore 1,
-                            and nothing is clipped.
+                            and nothing is clipped. Only samples that `Trainer.on_samples` replays
+                            have other ratios, because an earlier policy wrote them.
 
 The loop handles samples (step/sample.py): a sample is one response to one prompt. Supervised
 fine-tuning runs the same loop on given replies, each with an advantage of 1.
@@ -97,7 +98,9 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         # ---- the rest of the loop reports, evaluates and saves
         seconds = clock.take_seconds_by_phase()
         peak_memory = mx.get_peak_memory()
-        figures = run.journal.write_step(run.step, seconds, collected, result, peak_memory)
+        figures = run.journal.record_and_print_step(
+            run.step, seconds, collected, result, peak_memory
+        )
         run.journal.write_new_judge_scores(run.step, run.judge)
         # from here on the run can be saved, so a pending Ctrl-C takes effect
         run.mark_step_as_complete(figures)
@@ -135,8 +138,8 @@ def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
             key=(settings.seed << 32) + run.step + 1,
             batch_size=run.batch_size,
             toolbox=run.toolbox,
-            seed=f"{settings.seed} {run.step}",
-            weights=run.task.reward_weights,
+            environment_seed=f"{settings.seed} {run.step}",
+            environment_reward_weights=run.task.reward_weights,
         )
         done()
     return samples, stats

@@ -346,7 +346,7 @@ def compute_gradient(learner: Learner, batches: list[Batch]) -> GradientResult:
     grads = dict(zip(grads, sums, strict=True))
     gradient = tree_unflatten(list(grads.items()))
     logprobs_by_batch = [batch_loss.logprobs for batch_loss in batch_losses]
-    return GradientResult(gradient, logprobs_by_batch, aggregate_stats_over_ranks(batch_losses))
+    return GradientResult(gradient, logprobs_by_batch, sum_stats_over_ranks(batch_losses))
 
 
 def compute_logprobs_and_stats(learner: Learner, batches: list[Batch]) -> LogprobsAndStats:
@@ -354,7 +354,7 @@ def compute_logprobs_and_stats(learner: Learner, batches: list[Batch]) -> Logpro
     counted_batches = count_forwards_with_progress_bar(learner, batches, "update")
     batch_losses = [compute_batch_loss(learner, batch) for batch in counted_batches]
     logprobs_by_batch = [batch_loss.logprobs for batch_loss in batch_losses]
-    return LogprobsAndStats(logprobs_by_batch, aggregate_stats_over_ranks(batch_losses))
+    return LogprobsAndStats(logprobs_by_batch, sum_stats_over_ranks(batch_losses))
 
 
 @gpu.without_gradients()
@@ -365,7 +365,7 @@ def compute_batch_loss(learner: Learner, batch: Batch) -> BatchLoss:
     return batch_loss
 
 
-def aggregate_stats_over_ranks(batch_losses: list[BatchLoss]) -> dict[str, float]:
+def sum_stats_over_ranks(batch_losses: list[BatchLoss]) -> dict[str, float]:
     """Statistics over the batches of all ranks: sums, or maxima if a name ends in `_max`."""
     local_sums = [
         {name: value.item() for name, value in batch_loss.sums.items()}

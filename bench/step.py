@@ -327,8 +327,8 @@ def print_report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
     for name, ratio in ratios.iterrows():
         speed = harness.describe_speed_ratio(ratio.step_s)
         print(
-            f"Result: ours is {speed} than {name} ({ratio.cpu_s:.2f}x in processor time), with "
-            f"{1 / ratio.peak_mb:.2f} times the peak memory of {name}"
+            f"Result: ours is {speed} than {name}, with {1 / ratio.cpu_s:.2f} times the processor "
+            f"time and {1 / ratio.peak_mb:.2f} times the peak memory of {name}"
         )
     record = {
         "config": vars(args),

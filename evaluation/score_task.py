@@ -325,7 +325,7 @@ def answer_sampled_and_greedy(
             # both calls share this object, so a size reduced to save memory stays reduced
             batch_size=batch_size,
             toolbox=params.toolbox,
-            seed="held out",
+            environment_seed="held out",
             is_evaluation=True,
         )
         return samples

@@ -86,7 +86,7 @@ class MemoryNeed(NamedTuple):
 
 
 class RunDemand(NamedTuple):
-    """The facts that determine the memory of a run, together with the MemoryDependentSizes."""
+    """The facts that, together with the MemoryDependentSizes, determine the memory of a run."""
 
     model: hub.ModelConfig
     dtype: mx.Dtype

@@ -21,7 +21,7 @@ HEAD = ["", "problems", "sampled", "difference", "greedy", "difference", "same g
 Answers = dict[str, dict[str, Any]]  # the records of one evaluation; each key names a problem
 
 
-def load_answers_of_file_or_run(path: str) -> Answers:
+def load_answers_of_file_or_newest_of_run(path: str) -> Answers:
     """
     Loads the answers in a file that `evaluate.py --out` wrote, or a run's newest held-out answers.
 
@@ -71,7 +71,7 @@ def make_answer_comparison_table(paths: list[str]) -> list[list[str]]:
     Raises ValueError if an evaluation shares no problem with the first one, or if their values have
     different meanings.
     """
-    evaluations = [load_answers_of_file_or_run(path) for path in paths]
+    evaluations = [load_answers_of_file_or_newest_of_run(path) for path in paths]
     first = evaluations[0]
     rows = [HEAD]
     for path, answers in zip(paths, evaluations, strict=True):

@@ -452,7 +452,7 @@ class Journal:
         if self.live:
             self.live.show_phase(phase)
 
-    def write_step(
+    def record_and_print_step(
         self,
         number: int,
         seconds: dict[str, float],

@@ -62,10 +62,10 @@ def read_formula(text: str, local_dict: dict[str, Any] | None = None, **_: Any) 
     """
     if len(text) > LONGEST or not text.isascii():
         raise ValueError(f"a formula must be ASCII text of at most {LONGEST} characters")
-    return _evaluate_node(ast.parse(text.strip(), mode="eval").body, local_dict or {})
+    return _node_to_sympy(ast.parse(text.strip(), mode="eval").body, local_dict or {})
 
 
-def _evaluate_node(node: ast.expr, names: dict[str, Any]) -> Any:
+def _node_to_sympy(node: ast.expr, names: dict[str, Any]) -> Any:
     import sympy  # imported here, since the import takes a second and only workers need it
 
     constants = {"pi": sympy.pi, "E": sympy.E, "I": sympy.I}
@@ -75,16 +75,16 @@ def _evaluate_node(node: ast.expr, names: dict[str, Any]) -> Any:
         case ast.Name(id=name):
             value = names.get(name, constants.get(name, sympy.Symbol(name)))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
-            value = OPERATORS[type(op)](_evaluate_node(operand, names))
+            value = OPERATORS[type(op)](_node_to_sympy(operand, names))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            first = _evaluate_node(left, names)
-            second = _evaluate_node(right, names)
+            first = _node_to_sympy(left, names)
+            second = _node_to_sympy(right, names)
             grows = isinstance(op, (ast.Pow, ast.LShift))
             if grows and second.is_Number and not abs(second) <= STEEPEST:
                 raise ValueError(f"the exponent or shift {second} is larger than {STEEPEST}")
             value = OPERATORS[type(op)](first, second)
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
-            value = getattr(sympy, name)(_evaluate_node(argument, names))
+            value = getattr(sympy, name)(_node_to_sympy(argument, names))
         case _:
             raise ValueError(
                 f"a formula cannot contain Python syntax of the kind {type(node).__name__}"

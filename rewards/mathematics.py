@@ -198,7 +198,7 @@ def formula_worker_pool() -> WorkerPool:
 
 def compare_mathematics(gold: str, statement: str) -> Verdict:
     """
-    The verdict on the equality of two answers, or two formulas that a worker must still compare.
+    Whether two answers are equal, or, if a worker must still compare them, their two formulas.
 
     The units must agree if both answers have units.
     """

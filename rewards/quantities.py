@@ -101,7 +101,7 @@ _DIGITS = rf"(?:{_THREES}|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
 _COMMAS_IN_THREES = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}")
 
 
-def parse_separated_digits(digits: str) -> Fraction:
+def parse_digits_with_separators(digits: str) -> Fraction:
     """
     The value of digits with separators for thousands and decimals.
 
@@ -221,9 +221,9 @@ def _value_of_match(match: re.Match[str]) -> Fraction | None:
     if match["ten"]:
         value = Fraction(10) ** int(match["tens"])
     else:
-        value = parse_separated_digits(match["top"])
+        value = parse_digits_with_separators(match["top"])
         if match["bottom"]:
-            bottom = parse_separated_digits(match["bottom"])
+            bottom = parse_digits_with_separators(match["bottom"])
             if not bottom:
                 return None
             value /= bottom

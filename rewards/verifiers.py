@@ -84,7 +84,7 @@ def make_verifier(read: Reader, is_right: Comparison) -> Verifier:
     may state any one of these answers.
     """
 
-    def compare_text(text: str, gold: str) -> list[Verdict]:
+    def verdicts_on_statements(text: str, gold: str) -> list[Verdict]:
         if not gold:
             return [False]
         verdicts = [is_right(gold, statement) for statement in read(gold, text)]
@@ -95,7 +95,7 @@ def make_verifier(read: Reader, is_right: Comparison) -> Verifier:
         for text, right in zip(completions, answer, strict=True):
             reply = normalize_unicode(statements.strip_thoughts(text)).strip()
             golds = dict.fromkeys(map(last_mark_or_whole_answer, right_answers(right)))
-            rows.append([compare_text(reply, gold) for gold in golds])
+            rows.append([verdicts_on_statements(reply, gold) for gold in golds])
 
         right_verdicts = _verdicts_that_mean_right(rows)
         return [float(any(map(right_verdicts.issuperset, row))) for row in rows]

@@ -93,8 +93,11 @@ class Batch(NamedTuple):
     num_counted_tokens: float
     is_trained: bool  # False: the batch is computed only for statistics and is not in the loss
 
+    # (M, 1) bool, whether an earlier policy wrote the row; None if there is no such row
+    is_replayed: mx.array | None = None
+
     # ---- fields that are set after the batch was made
-    old_logprobs: mx.array | None = None  # (M, T) under the old policy
+    old_logprobs: mx.array | None = None  # (M, T) under the policy before the update
 
     # (M, T) other arrays that the loss needs, with the field names of grpo.Tokens
     columns: dict[str, mx.array] = EMPTY
@@ -290,6 +293,9 @@ def _pad_samples_into_batch(rows: list[int], samples: list[Sample], shares_promp
     )
 
     logprobs = [sample.logprobs for sample in samples if sample.logprobs is not None]
+    is_replayed = None
+    if any(sample.is_replayed for sample in samples):
+        is_replayed = mx.array([[sample.is_replayed] for sample in samples])
     advantages = [np.array(sample.advantage) for sample in samples]
     if any(advantage.ndim for advantage in advantages):
         advantages = [
@@ -319,6 +325,7 @@ def _pad_samples_into_batch(rows: list[int], samples: list[Sample], shares_promp
         num_loss_tokens=0.0,
         num_counted_tokens=0.0,
         is_trained=True,
+        is_replayed=is_replayed,
     )
 
 

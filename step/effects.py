@@ -185,10 +185,10 @@ def _gradient(
 ) -> np.ndarray:
     """The gradient of the loss with respect to the log-probabilities, (M, T)."""
 
-    def loss_value(logprobs: mx.array) -> mx.array:
+    def trial_loss_at(logprobs: mx.array) -> mx.array:
         return loss(tokens._replace(logprobs=logprobs), objective).value
 
-    return np.array(mx.grad(loss_value)(tokens.logprobs))
+    return np.array(mx.grad(trial_loss_at)(tokens.logprobs))
 
 
 def _are_close(gradient: np.ndarray, other: np.ndarray) -> bool:

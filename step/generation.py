@@ -35,9 +35,9 @@ def generate_completions(
     key: int,
     batch_size: memory.BatchSize,
     toolbox: Toolbox | None = None,
-    seed: str = "",
+    environment_seed: str = "",
     is_evaluation: bool = False,
-    weights: Mapping[str, float] = EMPTY,
+    environment_reward_weights: Mapping[str, float] = EMPTY,
 ) -> tuple[list[Sample], sampler.RolloutStats]:
     """
     Copies of the samples with their responses, and the time that generating them took.
@@ -46,8 +46,8 @@ def generate_completions(
 
     key: all random numbers depend only on this key and on the row, so pass a new key for each
     rollout. batch_size: see `sampler.rollout`. toolbox: the tools and environments that the policy
-    may call. seed: the seed of the environments. is_evaluation: see `Episodes`. weights: the
-    weights of the rewards that the environments give.
+    may call. environment_seed: the seed of the environments. is_evaluation: see `Episodes`.
+    environment_reward_weights: the weights of the rewards that the environments give.
 
     Raises ValueError, which names the prompt, if a log-probability is not finite.
     """
@@ -55,7 +55,9 @@ def generate_completions(
     if toolbox:
         examples = [sample.example for sample in samples]
         groups = [sample.group for sample in samples]
-        episodes = Episodes(toolbox, examples, groups, seed, is_evaluation=is_evaluation)
+        episodes = Episodes(
+            toolbox, examples, groups, environment_seed, is_evaluation=is_evaluation
+        )
         samples = [
             sample._replace(example=example, prompt=prompt)
             for sample, example, prompt in zip(
@@ -102,7 +104,7 @@ def generate_completions(
         controls = ends.find_control_tokens(sample.prompt, sample.completion_ids, control_tokens)
         generated.append(sample._replace(controls=controls))
     if episodes:
-        generated = episodes.add_conversations_to_samples(generated, weights)
+        generated = episodes.add_conversations_to_samples(generated, environment_reward_weights)
     return generated, stats
 
 

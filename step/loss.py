@@ -142,13 +142,12 @@ class StepLoss:
                 head=self.head,
             )
 
-        if batch.old_logprobs is None:  # the policy has not changed since the update began
-            old_logprobs = mx.stop_gradient(logprobs)
-        else:
-            old_logprobs = batch.old_logprobs
+        logprobs_before_update = batch.old_logprobs
+        if logprobs_before_update is None:  # the policy has not changed since the update began
+            logprobs_before_update = mx.stop_gradient(logprobs)
         tokens = grpo.Tokens(
             logprobs,
-            old_logprobs,
+            self.old_logprobs_of_rows(batch, logprobs_before_update),
             batch.advantages,
             batch.mask,
             num_items=batch.num_loss_tokens,
@@ -168,9 +167,23 @@ class StepLoss:
         stats = {"loss": loss, "entropy": (mx.stop_gradient(entropies) * counted).sum()}
         if batch.sampled_logprobs is not None:
             stats |= measure_mismatch_with_sampler(
-                old_logprobs, batch.sampled_logprobs, batch.mask, counted
+                logprobs_before_update, batch.sampled_logprobs, batch.mask, counted
             )
         return BatchLoss(loss, logprobs, stats | sums)
+
+    def old_logprobs_of_rows(self, batch: Batch, logprobs_before_update: mx.array) -> mx.array:
+        """
+        The denominators of the importance ratio, as log-probabilities (M, T).
+
+        logprobs_before_update (M, T): under the policy before the update. A replayed row has the
+        sampler's log-probabilities instead. With --importance-sampling-correction, the weights
+        already contain the ratio of the policy before the update to the sampler.
+        """
+        is_corrected = self.objective.importance_sampling_correction != "off"
+        if batch.is_replayed is None or is_corrected:
+            return logprobs_before_update
+        assert batch.sampled_logprobs is not None, "a replayed row has a sampler"
+        return mx.where(batch.is_replayed, batch.sampled_logprobs, logprobs_before_update)
 
 
 def metric_name_of_sum(name: str) -> str:

@@ -93,11 +93,11 @@ def gradients_of_values(
     """The gradient of the loss with respect to each value that the tokens have."""
     names = [name for name in VALUES if getattr(tokens, name) is not None]
 
-    def loss_value(values: list[mx.array]) -> mx.array:
+    def trial_loss_at(values: list[mx.array]) -> mx.array:
         changes: dict[str, Any] = dict(zip(names, values, strict=True))
         return loss_function(tokens._replace(**changes), objective).value
 
-    gradients = mx.grad(loss_value)([getattr(tokens, name) for name in names])
+    gradients = mx.grad(trial_loss_at)([getattr(tokens, name) for name in names])
     return dict(zip(names, gradients, strict=True))
 
 

@@ -54,6 +54,9 @@ class Sample(NamedTuple):
     scores: list[float] | None = None  # the judge's scores; an unreadable score is nan
     extra_columns: dict[str, Any] = EMPTY  # the values that reward functions passed to `log_extra`
 
+    # Whether an earlier policy wrote the sample. Then its old log-probabilities are `logprobs`.
+    is_replayed: bool = False
+
     # ---- set by step/advantages.py
     # False: --train-completions or an own advantage leaves the sample out of the update
     is_chosen: bool = True
@@ -119,6 +122,22 @@ def group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
     return list(groups.values())
+
+
+def mark_replayed_samples(samples: list[Sample], fresh: list[Sample]) -> list[Sample]:
+    """
+    Copies of the samples with `is_replayed` set.
+
+    fresh: the samples that the present policy wrote. A sample is replayed if its log-probabilities
+    are not those of a fresh sample. A given reply has no log-probabilities and is not replayed.
+    """
+    # a sample that `_replace` changed still has the same array of log-probabilities
+    fresh_arrays = {id(sample.logprobs) for sample in fresh}
+    marked = []
+    for sample in samples:
+        is_replayed = sample.logprobs is not None and id(sample.logprobs) not in fresh_arrays
+        marked.append(sample._replace(is_replayed=is_replayed))
+    return marked
 
 
 def pad_rows(rows: Sequence[Sequence[float] | np.ndarray], padding: float = 0.0) -> np.ndarray:

@@ -237,7 +237,7 @@ def make_instruction_checker() -> Callable[[Question], float]:
     langdetect.detect("It reads its profiles once.")
     registry = instructions_registry.INSTRUCTION_DICT
 
-    def verify(question: Question) -> float:
+    def fraction_followed(question: Question) -> float:
         instructions, prompt, text = question
         names = [name for name, _ in instructions]
         arguments = [
@@ -245,7 +245,7 @@ def make_instruction_checker() -> Callable[[Question], float]:
         ]
         return evaluate_instructions(text, names, arguments, prompt, registry)[1].partial_strict
 
-    return verify
+    return fraction_followed
 
 
 def keywords_to_whole_word_patterns(arguments: dict[str, Any]) -> dict[str, Any]:

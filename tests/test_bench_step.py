@@ -77,7 +77,7 @@ def test_medians_are_taken_over_all_processes_and_ours_compared_with_each(capsys
     assert json.loads(last)["engines"]["ours"] == ours and json.loads(last)["ratios"]["trl"] == 2.0
     assert (
         result
-        == "Result: ours is 2.00x faster than trl (2.00x in processor time), with 0.50 times the peak memory of trl"
+        == "Result: ours is 2.00x faster than trl, with 0.50 times the processor time and 0.50 times the peak memory of trl"
     )
 
 

@@ -92,7 +92,8 @@ def test_a_run_keeps_its_code_and_a_comparison_shows_the_difference(tmp_path, mo
     kept = tmp_path / "a" / "code" / "step-000000"
     files = json.loads((kept / "files.json").read_text())
     for name in ("mine.py", "helper.py"):
-        [copy] = [copy for copy, origin in files["files"].items() if origin.endswith(name)]
+        origin = str(tmp_path / name)
+        [copy] = [copy for copy, path in files["files"].items() if path == origin]
         assert (kept / copy).read_text() == (tmp_path / name).read_text()
     assert (kept / "gwen.diff").read_text() == "diff --git a/x b/x\n"
     table = report.format_run_comparison(runs)

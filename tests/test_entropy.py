@@ -142,7 +142,7 @@ def test_an_update_along_the_entropy_bonus_alone_raises_the_entropy_as_much_as_p
     result = update.run_optimizer_steps(run.learner, batches, 1e-3)
     assert result.num_with_gradient == 12
     assert result.loss == pytest.approx(-before, rel=1e-4)
-    norm = min(result.grad_norm, update.MAX_GRAD_NORM)
+    norm = min(result.grad_norm, run.config.optimizer.max_grad_norm)
     assert mean_entropy() - before == pytest.approx(1e-3 * norm * result.grad_norm, rel=0.1)
 
 

@@ -207,4 +207,4 @@ def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path, m
     assert result.means["entropy"] > 0 and result.means["mismatch/logprob_abs_mean"] < 1e-4
     figures = journal.metrics_of_update(result, {"update": 1, "other": 0, "step": 2}, 12, [2])
     figures |= {"step": 3, "reward/mean": 1, "rollout/tok_s": 98765.4, "reward/zero_std_frac": 1}
-    assert format_step_line(figures, 60).endswith("| no step")
+    assert "| no step" in format_step_line(figures, 60)

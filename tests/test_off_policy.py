@@ -11,12 +11,15 @@ from config import Config
 from step.batch import make_batches
 from step.effects import describe_settings_without_effect
 from step.loss import StepLoss
+from step.sample import Sample, mark_replayed_samples
 from tests.small_run import (
     SMALL_FLAGS,
+    compute_logprobs,
     make_run,
     record_gradient,
     sample_first_prompts,
     shift_logprobs,
+    stack_logprobs,
     update_once,
 )
 from tests.test_grpo import LOSSES, array
@@ -131,6 +134,84 @@ def test_replayed_samples_get_weights_and_fresh_ones_change_nothing(tmp_path):
 
     assert distance("fresh") < 1e-3
     assert distance("old") > 0.05
+
+
+def replay_half(run):
+    """
+    Fresh and replayed samples in turn, and the slopes of their loss in float64.
+
+    The slope of a token is the advantage times the ratio, or 0 where the ratio is clipped. Returns
+    the samples, the slopes (N, T), the ratios (N, T), the advantages (N, 1) and the mask (N, T).
+    """
+    samples = []
+    shifted = shift_logprobs(sample_first_prompts(run), 0.5)
+    for row, (fresh, old) in enumerate(zip(sample_first_prompts(run), shifted, strict=True)):
+        samples.append(old._replace(is_replayed=True) if row % 2 else fresh)
+    sampled, mask = stack_logprobs(samples)
+    logprobs = compute_logprobs(run, make_batches(samples, 100_000))
+    is_replayed = np.arange(len(samples))[:, None] % 2 > 0
+    ratios = np.where(is_replayed & mask, np.exp(logprobs - sampled), 1.0)
+    advantages = np.array([[sample.advantage] for sample in samples])
+    is_clipped = np.where(advantages > 0, ratios > 1.2, ratios < 0.8)
+    return samples, np.where(is_clipped, 0.0, advantages * ratios) * mask, ratios, advantages, mask
+
+
+def test_the_ratio_of_a_replayed_sample_compares_with_the_sampler(tmp_path):
+    run = make_run(tmp_path)
+    update_once(run)  # B of the adapters is 0 before
+    samples, slopes, ratios, advantages, mask = replay_half(run)
+    batches = make_batches(samples, 100_000)
+    result, gradient = record_gradient(run, batches)
+
+    clipped = np.clip(ratios, 0.8, 1.2)
+    terms = -np.minimum(ratios * advantages, clipped * advantages) * mask
+    assert result.loss == pytest.approx(terms.sum() / mask.sum(), abs=1e-5)
+    clip_frac = ((slopes == 0) & mask).sum() / mask.sum()
+    assert result.means["clip_frac"] == pytest.approx(clip_frac) and clip_frac > 0.1
+
+    # on fresh samples, the slope of a token is its advantage
+    expected_samples = [
+        sample._replace(is_replayed=False, advantage=slope[: len(sample.loss_positions)])
+        for sample, slope in zip(samples, slopes, strict=True)
+    ]
+    expected = record_gradient(run, make_batches(expected_samples, 100_000))[1]
+    largest = max(mx.abs(grads).max().item() for grads in expected.values())
+    for name, grads in gradient.items():
+        assert mx.abs(grads - expected[name]).max().item() < 1e-4 * largest, name
+
+
+def test_a_later_update_keeps_the_ratio_of_a_replayed_sample_to_the_sampler(tmp_path):
+    run = make_run(tmp_path)
+    samples, *_ = replay_half(run)
+    for batch in make_batches(samples, 100_000):
+        first = run.learner.loss.compute_batch_loss(run.model, batch)
+        later = batch._replace(old_logprobs=first.logprobs)
+        again = run.learner.loss.compute_batch_loss(run.model, later)
+        assert again.loss.item() == first.loss.item()
+        half = later.select_rows(list(range(0, len(batch.rows), 2)))
+        assert half.is_replayed.tolist() == batch.is_replayed.tolist()[::2]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_correction_replaces_the_ratio_of_a_replayed_sample(tmp_path, level):
+    run = make_run(tmp_path, "--importance-sampling-correction", level)
+    samples, *_ = replay_half(run)
+    unmarked = [sample._replace(is_replayed=False) for sample in samples]
+    marked_result = record_gradient(run, make_batches(samples, 100_000))[0]
+    unmarked_result = record_gradient(run, make_batches(unmarked, 100_000))[0]
+    assert marked_result.loss == unmarked_result.loss
+    assert marked_result.means["clip_frac"] == 0
+
+
+def test_samples_with_logprobs_of_another_step_are_marked_as_replayed():
+    fresh = [Sample([1], [2], [0], 0, logprobs=np.array([-1.0])) for _ in range(2)]
+    old = Sample([1], [2], [0], 1, logprobs=np.array([-1.0]))
+    reply = Sample([1], [2], [0], 2)
+    changed = fresh[1]._replace(advantage=2.0, group=5)
+    marked = mark_replayed_samples([fresh[0], changed, old, reply], fresh)
+    assert [sample.is_replayed for sample in marked] == [False, False, True, False]
+    # a sample that was replayed before, or will be replayed, counts as fresh in its own step
+    assert not mark_replayed_samples([old._replace(is_replayed=True)], [old])[0].is_replayed
 
 
 def test_a_run_with_the_correction_records_it_and_a_cap_alone_is_refused(tmp_path, check_refusal):

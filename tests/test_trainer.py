@@ -174,9 +174,8 @@ def test_a_program_s_own_functions_are_known_by_their_text_and_by_no_command(tmp
     for fn in (short_answers, ids_of, len):
         monkeypatch.setattr(sys.modules["__main__"], "short", fn, raising=False)
         seen.append(runs.digest_data_and_source_files(config, task))
-    assert (
-        seen[0]["__main__:short"] != seen[1]["__main__:short"] and len(seen[2]) == 1
-    )  # len's is not known
+    assert seen[0]["__main__:short"] != seen[1]["__main__:short"]
+    assert "__main__:short" not in seen[2]  # the source of the built-in function is not known
     assert "uv run" not in verdict.verdict_lines(None, config.to_flags(), tmp_path)[1]
     assert "--out" not in verdict.verdict_lines(None, {"loss_type": "sft"}, tmp_path)[1]
 

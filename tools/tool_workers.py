@@ -127,7 +127,7 @@ class ToolWorker:
 @contextlib.contextmanager
 def end_tool_threads_on_exit() -> Iterator[None]:
     """
-    A context manager for a whole command, which ends all tool threads before the process exits.
+    A context manager that wraps a command and ends all tool threads before the process exits.
 
     If a tool hangs, the process ends at once with its usual exit status. If Python exited normally
     while a thread is inside MLX, the process would crash.

@@ -1,0 +1,220 @@
+"""docs/research.md: each program of the page runs with tiny settings, and does what the page says."""
+
+import importlib.util
+import math
+import re
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import ROOT, read_log
+from mlx.utils import tree_flatten
+
+import grpo
+from disk import hub
+from train import Trainer
+
+PAGE = (ROOT / "docs" / "research.md").read_text(encoding="utf-8")
+PROGRAMS = dict(re.findall(r"^## (.+?)\n.*?```python\n(.*?)```", PAGE, re.M | re.S))
+MOST_LINES = 20
+TINY = dict(batch=2, groups=4, max_tokens=8, steps=2, eval_every=0, learning_rate=1e-3)
+
+
+def by_length_and_place(completions, **columns):
+    """A reward that differs within most groups."""
+    return [float(len(text) % 7 + place % 2) for place, text in enumerate(completions)]
+
+
+@pytest.fixture
+def run_program(tmp_path, monkeypatch):
+    """Runs the program of a section with tiny settings; returns the program's names."""
+    monkeypatch.chdir(tmp_path)
+    start = Trainer.start.__func__
+
+    def start_tiny_run(cls, **settings):
+        if "env" not in settings:
+            settings |= {"reward": by_length_and_place, "reward_weights": {"rubric": 0}}
+        return start(cls, **{"run_dir": str(tmp_path / "run")} | settings | tiny)
+
+    tiny = dict(TINY)
+    monkeypatch.setattr(Trainer, "start", classmethod(start_tiny_run))
+
+    def run_program(title, without=(), **changes):
+        tiny.update(changes)
+        for name in without:
+            del tiny[name]
+        name = "idea_" + re.sub(r"\W", "_", title.lower())
+        path = tmp_path / f"{name}.py"
+        path.write_text(PROGRAMS[title], encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return run_program
+
+
+def read_steps(tmp_path):
+    """For each step, its metrics, and its records of completions in the groups, (B, G)."""
+    rollouts = read_log(tmp_path / "run" / "rollouts.jsonl")
+    for figures in read_log(tmp_path / "run" / "metrics.jsonl"):
+        rows = [row for row in rollouts if row["step"] == figures["step"]]
+        yield figures, np.array(rows).reshape(TINY["batch"], TINY["groups"])
+
+
+def column(rows, name):
+    return np.array([[row[name] for row in group] for group in rows], np.float64)
+
+
+def count_tokens(rows):
+    return np.array([[len(row["ids"]) for row in group] for group in rows])
+
+
+def test_every_section_has_one_short_program():
+    sections = PAGE.split("\n## ")[1:]
+    assert len(sections) == len(PROGRAMS) == 11
+    for section in sections:
+        [code] = re.findall(r"```python\n(.*?)```", section, re.S)
+        lines = [line for line in code.splitlines() if line.strip()]
+        assert len(lines) <= MOST_LINES, (section.splitlines()[0], len(lines))
+        assert max(map(len, lines)) <= 100
+
+
+def test_an_own_advantage_compares_ranks(run_program, tmp_path):
+    run_program("An advantage")
+    for _, rows in read_steps(tmp_path):
+        for rewards, advantages in zip(
+            column(rows, "reward"), column(rows, "advantage"), strict=True
+        ):
+            expected = [
+                (sum(other < own for other in rewards) - sum(other > own for other in rewards)) / 3
+                for own in rewards
+            ]
+            np.testing.assert_allclose(advantages, expected, atol=1e-6)
+            assert len(set(rewards)) > 1
+
+
+def test_an_own_loss_and_its_statistic_follow_the_formula(run_program, tmp_path):
+    module = run_program("A loss")
+    advantages = np.array([[1.5], [-2.0]])
+    logprobs = np.array([[-1.0, -2.0], [-0.5, -3.0]])
+    mask = np.array([[1.0, 1.0], [1.0, 0.0]])
+    arrays = [
+        mx.array(value.astype(np.float32)) for value in (logprobs, logprobs, advantages, mask)
+    ]
+    tokens = grpo.Tokens(*arrays, num_items=3, num_rows=2, weights=mx.ones((2, 1)))
+    loss = module.loss(tokens, grpo.Objective())
+    assert loss.value.item() == pytest.approx((1.5 * 3.0 - 0.5 * 2.0 * 0.5) / 3)
+    for figures, rows in read_steps(tmp_path):
+        num_tokens = count_tokens(rows)
+        is_bad = column(rows, "advantage") < 0
+        expected = (num_tokens * is_bad).sum() / num_tokens.sum()
+        assert figures["loss/bad_frac"] == pytest.approx(expected) and 0 < expected < 1
+
+
+def test_the_best_and_the_worst_completion_of_each_group_are_trained(run_program, tmp_path):
+    run_program("A selection of completions")
+    for figures, rows in read_steps(tmp_path):
+        rewards, advantages = column(rows, "reward"), column(rows, "advantage")
+        for group_rewards, group_advantages in zip(rewards, advantages, strict=True):
+            trained = np.flatnonzero(group_advantages)
+            assert sorted(trained) == sorted({group_rewards.argmin(), group_rewards.argmax()})
+        assert figures["update/rows"] == 4
+
+
+def test_a_replayed_completion_has_another_ratio_than_1(run_program, tmp_path):
+    module = run_program("Replay", epsilon=1e-4)
+    (first, _), (second, _) = read_steps(tmp_path)
+    assert second["update/rows"] > first["update/rows"]
+    assert first["clip_frac"] == 0 < second["clip_frac"]
+    assert len(module.trainer.previous) == 8
+
+
+def test_only_the_most_uncertain_tokens_are_trained(run_program, tmp_path):
+    module = run_program("Only the most uncertain tokens")
+    for figures, rows in read_steps(tmp_path):
+        num_tokens = count_tokens(rows)
+        expected = np.ceil(np.float32(0.2) * num_tokens).sum() / num_tokens.sum()
+        assert figures["loss/trained_frac"] == pytest.approx(expected) and expected < 1
+
+    entropies = mx.array([[0.1, 0.9, 0.5, 0.2, 7.0]])
+    mask = mx.array([[1.0, 1.0, 1.0, 1.0, 0.0]])
+
+    def value(logprobs, entropies):
+        tokens = grpo.Tokens(logprobs, logprobs, mx.array([[2.0]]), mask, num_items=4, num_rows=1)
+        tokens = tokens._replace(weights=mx.ones((1, 1)), entropies=entropies)
+        return module.uncertain_tokens_loss(tokens, grpo.Objective()).value
+
+    slopes, entropy_slopes = mx.grad(value, argnums=(0, 1))(-entropies, entropies)
+    np.testing.assert_allclose(np.array(slopes), [[0, -0.5, 0, 0, 0]])
+    assert not np.array(entropy_slopes).any()
+
+
+def test_lion_changes_every_weight_by_the_same_amount(run_program):
+    module = run_program("An optimizer", without=["learning_rate"], steps=1, target_kl=0.0)
+    learner = module.trainer.run.learner
+    assert type(learner.optimizer).__name__ == "Lion"
+    changed = [array for name, array in learner.trainable.items() if name.endswith("lora_b")]
+    assert changed
+    for array in changed:
+        sizes = np.abs(np.array(array))
+        np.testing.assert_allclose(sizes[sizes > 0], learner.optimizer.learning_rate.item())
+    assert any(np.array(array).any() for array in changed)
+
+
+def test_the_curriculum_begins_with_the_shortest_prompts_and_goes_on(run_program, tmp_path):
+    module = run_program("A curriculum")
+    prompts = module.trainer.run.prompts
+    assert prompts.state == {"num": 8}  # two steps whose rewards were above 0
+    shortest = sorted(map(len, prompts.prompt_ids))[:2]
+    _, drawn = module.ShortestFirst(prompts.config, prompts.train, prompts.prompt_ids).next_prompts(
+        0
+    )
+    assert sorted(map(len, drawn)) == shortest
+    resumed = Trainer.resume(tmp_path / "run", steps=3)
+    resumed.run.prompts = module.ShortestFirst(prompts.config, prompts.train, prompts.prompt_ids)
+    assert resumed.run.prompts.state == {"num": 8}
+
+
+def test_the_model_calls_a_tool_of_the_environment(run_program, tmp_path):
+    module = run_program("An environment with two tools", max_tokens=48, steps=1, loss_type="grpo")
+    environment = module.Hint()
+    environment.reset()
+    assert environment.tell_parity() == ["even", "odd"][environment.number % 2]
+    assert environment.get_reward() == 0
+    assert environment.guess(environment.number) == "right"
+    assert environment.get_reward() == 1
+    [schemas] = module.trainer.run.toolbox.schemas.values()
+    assert list(schemas) == ["guess", "tell_parity"]
+    rows = read_log(tmp_path / "run" / "rollouts.jsonl")
+    calls = [call for row in rows for call in row["tool_calls"]]
+    assert any(call["name"] == "guess" and call["error"] is None for call in calls)
+
+
+def test_a_row_makes_gwen_read_another_family(run_program, monkeypatch):
+    monkeypatch.setattr(hub, "FAMILIES", dict(hub.FAMILIES))
+    module = run_program("A family of models")
+    assert module.difference < 1e-4
+    assert mx.abs(module.theirs(module.tokens)).max().item() > 0.1
+
+
+def test_the_sweep_compares_the_runs_seed_by_seed(run_program, capsys):
+    run_program("A sweep with a test", ["learning_rate"], eval_every=1, eval_limit=4, steps=1)
+    printed = capsys.readouterr().out
+    assert "--learning-rate" in printed
+    assert re.search(r"over 3 seeds", printed)
+    assert re.search(r"± .* \(95%, Student's t\) over 3 pairs", printed)
+
+
+def test_one_batch_shows_logprobs_entropies_and_gradient_norms(run_program, capsys):
+    module = run_program("One batch in a notebook")
+    batch, sample = module.batch, module.samples[module.batch.rows[0]]
+    num = len(sample.loss_positions)
+    np.testing.assert_allclose(np.array(module.logprobs[0])[:num], sample.logprobs, atol=1e-3)
+    assert (np.array(module.entropies * batch.mask) >= 0).all()
+    norms = re.findall(r"layer \d+: gradient norm (\S+)", capsys.readouterr().out)
+    squares = [mx.square(array).sum().item() for _, array in tree_flatten(module.gradient)]
+    assert math.hypot(*map(float, norms)) == pytest.approx(sum(squares) ** 0.5, rel=1e-2)
+    assert sum(float(norm) > 0 for norm in norms) == 4

@@ -203,11 +203,13 @@ def costs_to_reach_accuracy(run: History, accuracy: float) -> dict[str, float]:
     steps = [record for record in run.steps if record["step"] <= last_step]
     if all("update/rows" in record for record in steps):
         costs["rows"] = float(sum(record["update/rows"] for record in steps))
-        costs |= estimate_seconds_on_chips(run, steps)
+        costs |= estimate_reference_seconds_by_chip(run, steps)
     return costs
 
 
-def estimate_seconds_on_chips(run: History, steps: list[dict[str, Any]]) -> dict[str, float]:
+def estimate_reference_seconds_by_chip(
+    run: History, steps: list[dict[str, Any]]
+) -> dict[str, float]:
     """The seconds that these steps would take on each of CHIPS, for the step named above."""
     groups = run.settings["groups"]
     model = model_choice.load_config(MODEL)

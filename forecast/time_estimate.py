@@ -197,20 +197,20 @@ def format_phases_line(demand: RunDemand) -> str:
     else:
         demand = demand._replace(dtype=mx.float16)
         chip = next(chip for chip in chips.load_chips() if chip.name == "M4")
-    now = estimate_seconds_by_activity(demand, chip)
+    now = estimate_step_seconds_by_activity(demand, chip)
     parts = [f"{name} {format_two_digits(seconds)} s" for name, seconds in now.items()]
     line = f"estimated step on {chip.name}: {', '.join(parts)}"
 
     options = []
     for flag, value, config in settings_that_shorten_update(demand):
-        seconds = estimate_seconds_by_activity(demand._replace(config=config), chip)
+        seconds = estimate_step_seconds_by_activity(demand._replace(config=config), chip)
         options.append(f"{format_two_digits(seconds['update'])} s with {flag} {value}")
     if options:
         line += f"; the update would take {', '.join(options)}"
     return line
 
 
-def estimate_seconds_by_activity(demand: RunDemand, chip: chips.Chip) -> dict[str, float]:
+def estimate_step_seconds_by_activity(demand: RunDemand, chip: chips.Chip) -> dict[str, float]:
     """The estimated seconds of the rollout, judging and update of a step, without absent phases."""
     costs = estimate_phase_costs(demand, choose_sizes(demand))
     seconds = chips.estimate_phase_seconds(costs, chip)

@@ -81,7 +81,7 @@ def make_attention_inputs(
     return queries, keys, values
 
 
-def measure_attention_error(
+def largest_relative_attention_error(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: mx.Dtype
 ) -> float:
     """
@@ -137,7 +137,7 @@ def check_mlx_arithmetic(weights: list[mx.array], heads: tuple[int, int, int]) -
             if rows * max(weight.shape) <= MOST_ELEMENTS:
                 error = measure_product_error(weight, rows) / kernels.TOLERANCES[weight.dtype]
                 errors[kind] = max(errors[kind], error)
-    attention_error = measure_attention_error(num_heads, num_kv_heads, head_dim, dtype)
+    attention_error = largest_relative_attention_error(num_heads, num_kv_heads, head_dim, dtype)
     errors["masked attention"] = attention_error / kernels.TOLERANCES[dtype]
 
     is_right = max(errors.values()) <= 1

@@ -73,13 +73,13 @@ class PhaseClock:
         start = time.perf_counter()
         cpu_start = cpu_share.count_cpu_seconds()
 
-        def compute_arrays_and_finish(*arrays: Any) -> None:
+        def wait_for_arrays_and_mark_finished(*arrays: Any) -> None:
             nonlocal finished
             mx.eval(arrays)  # wait, so that the phase's time includes its lazy computations
             finished = True
 
         try:
-            yield compute_arrays_and_finish
+            yield wait_for_arrays_and_mark_finished
         finally:
             self._running = None
             if gpu.on_gpu():  # free the cached buffers, because the next phase needs other sizes

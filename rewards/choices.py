@@ -412,7 +412,11 @@ def _first_stated_choice(
         if is_taken_back or (names_another and _replaces_choice(sentence, stated or "", choices)):
             stated = ""
             is_contradicted = False
-        elif names_another and statements.is_hedge(sentence) and not _NOT.search(sentence):
+        elif (
+            names_another
+            and statements.suggests_second_answer(sentence)
+            and not _NOT.search(sentence)
+        ):
             is_contradicted = True
         if not names:
             continue

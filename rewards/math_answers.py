@@ -112,12 +112,14 @@ def read_marked_answers(gold: str, text: str) -> list[str]:
 
 
 def _mark_filter(is_numeric: bool) -> statements.IsAnswer:
-    return _may_be_mathematics if is_numeric else statements.accept_any_text
+    return _may_marked_text_be_mathematics if is_numeric else statements.accept_any_text
 
 
-def _may_be_mathematics(mark: str) -> bool:
+def _may_marked_text_be_mathematics(marked_text: str) -> bool:
     """Whether the text of a marked answer may be meant as a number or a formula, or denies one."""
-    return len(mark) > LONGEST or bool(DENIAL.search(mark)) or not _NO_MATH_MARK.fullmatch(mark)
+    if len(marked_text) > LONGEST or DENIAL.search(marked_text):
+        return True
+    return not _NO_MATH_MARK.fullmatch(marked_text)
 
 
 def _is_formula_or_short_number(value: str) -> bool:

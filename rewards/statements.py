@@ -12,7 +12,7 @@ The rules apply in the order below, and docs/data.md has a row with an example f
 - `read_first_labelled_statement` reads the answer after a label such as "The answer is", in the
   first sentence that has such a label. The rest of the text may explain this answer
   (`split_off_explanation`), take the answer back (`takes_answer_back`), or leave it open
-  (`allows_second_answer`, `is_hedge`).
+  (`allows_second_answer`, `suggests_second_answer`).
 - `split_answer_line_from_explanation` reads a first line that is an answer by itself; the rest of
   the text explains the answer.
 
@@ -282,7 +282,7 @@ def opens_correction(sentence: str) -> bool:
     return bool(re.match(OPENS_CORRECTION, sentence, re.IGNORECASE))
 
 
-def is_hedge(sentence: str) -> bool:
+def suggests_second_answer(sentence: str) -> bool:
     """Whether a sentence suggests a second answer beside the first, as in "It might be C."."""
     return bool(_OPENS_HEDGE.match(sentence) or _HEDGES.search(sentence))
 
@@ -605,7 +605,7 @@ def read_first_labelled_statement(
             ):
                 stated = None
                 rest = "\n".join(sentences[place:])
-            elif has_another and is_hedge(sentence):
+            elif has_another and suggests_second_answer(sentence):
                 return LabelledStatement("")
         value = _read_labelled_answer(sentence, is_answer)
         if value is None:
@@ -674,7 +674,7 @@ def split_answer_line_from_explanation(text: str, is_answer: IsAnswer) -> tuple[
         if (
             (may_be_taken_back and takes_answer_back(sentence))
             or opens_correction(sentence)
-            or is_hedge(sentence)
+            or suggests_second_answer(sentence)
         ):
             return None
     return first, rest
@@ -692,7 +692,12 @@ def read_opening_answer_sentence(text: str, is_answer: IsAnswer) -> str:
         return ""
     for part in explanation:
         names_another = re.search(r"\b(?:is|was|be|are) [\"'*]*[^\W\d_a-z]\w+[.!\"'*]*$", part)
-        if names_another or takes_answer_back(part) or opens_correction(part) or is_hedge(part):
+        if (
+            names_another
+            or takes_answer_back(part)
+            or opens_correction(part)
+            or suggests_second_answer(part)
+        ):
             return ""
     is_prose = len(explanation[0].split(None, 4)) >= 4
     return sentences[0] if is_prose else ""

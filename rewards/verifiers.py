@@ -20,7 +20,7 @@ Every rule in the section "What a completion states" of docs/data.md has a funct
 | a first line that stands alone | statements.split_answer_line_from_explanation |
 | a letter that opens the first line, a list of options | choices._read_opening_option |
 | an answer that is taken back | statements.takes_answer_back, opens_correction |
-| a second answer or a hedge | statements.is_hedge, allows_second_answer |
+| a second answer or a hedge | statements.suggests_second_answer, allows_second_answer |
 | "is B", "must be B", "Label: B" | choices.read_choice_in_sentence |
 | a text in the last line or after "is" | text_answers.states_right_text |
 | a text in the only bold piece | text_answers._read_only_bold_piece |

@@ -210,7 +210,7 @@ def test_the_doctor_fails_where_mlx_or_a_kernel_is_wrong(monkeypatch, capsys, wr
             op, "launch", fail if wrong == "kernels" and name == "add_norm" else op.reference
         )
     if wrong == "MLX":
-        monkeypatch.setattr(probe, "measure_attention_error", lambda *_: 1.0)
+        monkeypatch.setattr(probe, "largest_relative_attention_error", lambda *_: 1.0)
     monkeypatch.setattr(
         doctor.subprocess,
         "run",
@@ -281,7 +281,7 @@ def test_silent_errors_of_mlx_are_found(monkeypatch, kind):
         monkeypatch.setattr(attention, "attention", attend)
     else:
         monkeypatch.setattr(mx.array, "__matmul__", wrong)
-        monkeypatch.setattr(probe, "measure_attention_error", lambda *_: 0.0)
+        monkeypatch.setattr(probe, "largest_relative_attention_error", lambda *_: 0.0)
     line, well = looked(mx.float16)
     assert not well and line.startswith("WRONG")
 

@@ -52,9 +52,9 @@ def test_fewer_rows_and_fewer_layers_take_less_time_on_a_chip(tmp_path):
     for name, layers in (("all", "auto"), ("half", 2)):
         write_run(tmp_path / f"{name}/seed-0", [0.9] * 6, lora_layers=layers)
     steps = load(tmp_path / "all/seed-0").steps
-    all_layers = sooner.estimate_seconds_on_chips(load(tmp_path / "all/seed-0"), steps)
-    half_layers = sooner.estimate_seconds_on_chips(load(tmp_path / "half/seed-0"), steps)
-    quarter_rows = sooner.estimate_seconds_on_chips(
+    all_layers = sooner.estimate_reference_seconds_by_chip(load(tmp_path / "all/seed-0"), steps)
+    half_layers = sooner.estimate_reference_seconds_by_chip(load(tmp_path / "half/seed-0"), steps)
+    quarter_rows = sooner.estimate_reference_seconds_by_chip(
         load(tmp_path / "all/seed-0"), [step | {"update/rows": 8} for step in steps]
     )
     assert half_layers["M4"] < all_layers["M4"] and quarter_rows["M4"] < all_layers["M4"]

@@ -30,7 +30,7 @@ from step.trust_region import LEAST_SHARE, MOST_TRIES, SLACK, BoundedStep, Maste
 # the run stops after this many failed updates in a row that no smaller loss scale can prevent
 MOST_FAILURES = 3
 # the learner's attributes that a checkpoint stores in addition to the tensors and the loss scale
-COUNTS = ("failures", "lr_scale", "num_skipped", "num_small_steps")
+COUNTS = ("failures", "lr_scale", "num_skipped")
 
 
 class LossScale(NamedTuple):
@@ -86,7 +86,6 @@ class Learner:
 
         # factor on the scheduled learning rate; lowered when a step moves the policy too far
         self.lr_scale = 1.0
-        self.num_small_steps = 0  # how many steps in a row moved the policy less than target / 2
         # number of rows passed forward through a model since the last update, including those
         # passed through the reference model
         self.num_forwards = 0
@@ -240,11 +239,7 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
     if bounded_steps:
         last = bounded_steps[-1]
         if last.kl < target / 2 and last.num_backtracks < MOST_TRIES:
-            learner.num_small_steps += 1
-            factor = trust_region.recovery_factor(last.kl, target, learner.num_small_steps)
-            learner.lr_scale = min(lr_scale * factor, 1.0)
-        else:
-            learner.num_small_steps = 0
+            learner.lr_scale = min(lr_scale * trust_region.RECOVERY, 1.0)
 
     num_forwards = sum(world.all_gather(learner.num_forwards))
     learner.num_forwards = 0

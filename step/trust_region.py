@@ -13,7 +13,6 @@ Axes: M rows of a batch, T tokens that the policy wrote.
 """
 
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -31,8 +30,6 @@ SLACK = 1.5  # a step is shortened only if the KL exceeds this many times the ta
 
 # after a step whose KL is below half the target, the learning rate's scale grows by this factor
 RECOVERY = 1.25
-FASTEST_RECOVERY = 4.0  # the largest growth after STEADY such steps in a row
-STEADY = 3
 MOST_TRIES = 5  # how often a step that moves the policy too far is shortened before it is undone
 LEAST_SHARE = 0.1  # the smallest factor by which a step is scaled in one reduction
 
@@ -91,20 +88,6 @@ def measure_kl(probe: list[Batch], logprobs: list[mx.array]) -> float:
     # cumsum adds in the same order on every rank, so all ranks get the same result
     total, count = np.array(all_sums, np.float32).cumsum(axis=0)[-1]
     return float(total / count)
-
-
-def recovery_factor(kl: float, target: float, num_small_steps: int) -> float:
-    """
-    The factor by which the learning rate's scale grows after a step whose KL is below target / 2.
-
-    num_small_steps: how many steps in a row had such a KL, including this one. After STEADY of
-    them, the factor aims at a KL of target / 2, because the KL of a short step grows with the
-    square of its length. So a rate that one odd step has cut recovers within a few steps.
-    """
-    if num_small_steps < STEADY:
-        return RECOVERY
-    factor = math.sqrt(target / 2 / max(kl, 1e-30))
-    return min(max(factor, RECOVERY), FASTEST_RECOVERY)
 
 
 class BoundedStep(NamedTuple):

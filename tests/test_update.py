@@ -554,19 +554,12 @@ def test_a_step_that_goes_too_far_at_every_try_is_not_made(tmp_path, monkeypatch
     )
 
 
-@pytest.mark.parametrize(("kl", "factor"), [(0.009, 1.25), (0.0025, 2), (1e-9, 4), (0, 4)])
-def test_a_rate_recovers_the_faster_the_further_steps_stay_below_the_bound(kl, factor):
-    """The KL grows with the square of the rate, so 2 aims from an eighth of the target at its half."""
-    assert trust_region.recovery_factor(kl, 0.02, 2) == trust_region.RECOVERY
-    assert trust_region.recovery_factor(kl, 0.02, 3) == pytest.approx(factor)
-
-
 def test_the_rate_recovers_after_small_steps_up_to_the_scheduled_one(tmp_path, monkeypatch):
     run = make_run(tmp_path, "--learning-rate", "1e-5", "--warmup-steps", "0")
     run.learner.lr_scale = 0.05
-    assert [update_once(run).lr_scale for _ in range(5)] == pytest.approx(
-        [0.05, 0.0625, 0.078125, 0.3125, 1.0]
-    )
+    assert [update_once(run).lr_scale for _ in range(3)] == pytest.approx([0.05, 0.0625, 0.078125])
+    run.learner.lr_scale = 0.9
+    assert [update_once(run).lr_scale for _ in range(3)] == pytest.approx([0.9, 1.0, 1.0])
     run = make_run(tmp_path, "--num-iterations", "2")
     monkeypatch.setattr(
         update,

@@ -30,11 +30,10 @@ def time_mlx_lm_rollout(
     """
     Does the work with mlx_lm's BatchGenerator, and times it.
 
-    The generator decodes as many rows at once as Gwen does. With `use_default_sizes`, it uses its
-    own default batch sizes. The
-    log-probabilities are those at temperature 1, whatever the sampling temperature is. At each
-    step, the log-probabilities are read for all rows at once, because reading them row by row, as
-    mlx_lm's `batch_generate` does, takes longer.
+    The generator decodes as many rows at once as Gwen does, or uses its own default batch sizes if
+    `use_default_sizes` is set. The log-probabilities are those at temperature 1, whatever the
+    sampling temperature is. At each step, they are read for all rows at once, because reading them
+    row by row, as mlx_lm's `batch_generate` does, takes longer.
     """
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.sample_utils import make_sampler
@@ -47,7 +46,7 @@ def time_mlx_lm_rollout(
     caches = None
     if share_prefixes:
         prompts = [parts[-1] for parts in work.prompt_parts_by_row]
-        caches = prefill_prefixes(work, peer)
+        caches = prefill_prefix_caches_by_row(work, peer)
     prefixes_s = time.perf_counter() - begin
 
     if use_default_sizes:
@@ -70,18 +69,18 @@ def time_mlx_lm_rollout(
                 completions[row_of_uid[response.uid]].append(response.token)
             if work.with_logprobs:
                 chosen = [response.logprobs[response.token] for response in responses]
-                values: Any = mx.stack(chosen).tolist()
-                for response, value in zip(responses, values, strict=True):
-                    logprobs[row_of_uid[response.uid]].append(value)
+                chosen_logprobs: Any = mx.stack(chosen).tolist()
+                for response, logprob in zip(responses, chosen_logprobs, strict=True):
+                    logprobs[row_of_uid[response.uid]].append(logprob)
     generator.close()
     prefill_s = prefixes_s + stats.prompt_time
     decode_s = time.perf_counter() - begin - prefill_s
     return TimedRollout(completions, logprobs, prefill_s, decode_s)
 
 
-def prefill_prefixes(work: RolloutWork, peer: Any) -> list[Any]:
+def prefill_prefix_caches_by_row(work: RolloutWork, peer: Any) -> list[Any]:
     """
-    For each row, returns mlx_lm's caches after all parts of the row's prompt except the last part.
+    Returns, for each row, mlx_lm's caches for all parts of the row's prompt except the last part.
 
     The result has None for a row whose prompt has only one part. Rows with the same beginning get
     the same caches, because the generator copies a cache before extending it.
@@ -124,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
         "bench_rollout.py",
         "Compare the speed of rollouts by Gwen and by mlx_lm.",
         make_mlx_lm_rival,
-        judging.benchmark_judging,
+        judging.benchmark_and_print_judging,
     )
 
 

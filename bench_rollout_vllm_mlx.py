@@ -6,8 +6,8 @@ To run this comparison, install vllm-mlx with `uv sync --extra vllm`, then call
 
 vllm-mlx runs mlx_lm's model with mlx_lm's batch generator and a scheduler of its own. As in
 vllm-mlx's function `generate_batch_sync`, the scheduler runs in the main thread without a server.
-The scheduler decodes as many rows at once as Gwen. vllm-mlx runs both with and without its prefix
-cache, and the faster of these two configurations is compared with Gwen.
+The scheduler decodes as many rows at once as Gwen does. vllm-mlx runs both with and without its
+prefix cache, and the faster of these two configurations is compared with Gwen.
 
 With the prefix cache, the beginnings that several prompts share are first run as separate prompts,
 so that the rows find the beginnings in the cache. vllm-mlx ignores a cached prefix that is a whole
@@ -39,7 +39,7 @@ from flags import exit_with_error
 def time_vllm_mlx_rollout(
     work: RolloutWork, *, peer: Any, tokenizer: Any, prefix_cache: bool
 ) -> TimedRollout:
-    """Times the work with vllm-mlx's scheduler, and first fills the prefix cache if it is on."""
+    """Does the work with vllm-mlx's scheduler, and times it, including filling the prefix cache."""
     from vllm_mlx.scheduler import Scheduler, SchedulerConfig
 
     config = SchedulerConfig(
@@ -117,7 +117,9 @@ def main(argv: list[str] | None = None) -> None:
         exit_with_error("vllm-mlx is not installed; install it with: uv sync --extra vllm")
     program = "bench_rollout_vllm_mlx.py"
     description = "Compare the speed of rollouts by Gwen and by vllm-mlx."
-    rollout.main(argv, program, description, make_vllm_mlx_rival, judging.benchmark_judging)
+    rollout.main(
+        argv, program, description, make_vllm_mlx_rival, judging.benchmark_and_print_judging
+    )
 
 
 if __name__ == "__main__":

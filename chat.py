@@ -1,12 +1,12 @@
 """
 The command that shows what a model writes.
 
-`uv run chat.py --prompt "Hi"` prints completions of a prompt, `--chat` is a conversation in the
-terminal, and with tools or an environment the model plays held-out episodes.
+`uv run chat.py --prompt "Hi"` prints completions of a prompt. `--chat` starts a conversation in the
+terminal. With tools or an environment, the model plays held-out episodes.
 
-A conversation continues in the cache of all earlier turns, and the ids of the model's own turns
-stay as they were sampled. This file does not cover rollouts (sampler.py), tools
-(tools/episodes.py), or the text that a template puts between turns (tools/calls.py).
+In a conversation, the cache keeps all earlier turns. The model's own turns keep the token ids that
+were sampled, and are not encoded again from text. This file does not cover rollouts (sampler.py),
+tools (tools/episodes.py), or the text that a template puts between turns (tools/calls.py).
 """
 
 import argparse
@@ -26,7 +26,7 @@ import lora
 import sampler
 import tasks
 from config import SETTINGS, TOOLS, Config
-from deploy.training_prompts import shared_opening_and_note
+from deploy.training_prompts import load_shared_opening_and_note
 from disk import ends, model_card, model_choice, run_files
 from evaluation import policy
 from flags import Parser, add_flags, check_minimums, exit_on_mistakes, flag_of
@@ -45,7 +45,7 @@ from tools.calls import TurnCodec
 
 Messages = list[dict[str, Any]]
 
-# ---- one side of a conversation
+# ---- a model in a conversation
 
 
 @dataclasses.dataclass
@@ -60,50 +60,55 @@ class ChatModel:
     seed: int
     context: int  # the maximum number of tokens in a conversation
     toolbox: toolbox_module.Toolbox | None
-    is_before: bool = False  # whether it answers as before training, by `lora.with_initial_weights`
+    is_before: bool = False  # whether it answers with the weights before training
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forgets the conversation."""
-        self.episodes: episodes.Episodes | None = None  # one row; None without tools
+        self.episodes: episodes.Episodes | None = None  # with one episode; None without tools
         self.num_turns = 0
         self.cache = KVCache(self.model.config.layer_kinds)
         self.decoder = sampler.Decoder(self.model, self.cache, self.params)
         self.turn: list[int] = []  # the ids of the newest turn
-        # A base model's end tokens may differ from its chat template's.
+        # A base model's end tokens may differ from those in its chat template.
         end_ids = self.model.config.end_ids
         self.end = ends.find_end_of_reply_id(self.tokenizer) or end_ids[0]
         self.ends = {*end_ids, self.end}
         self.frames = TurnCodec(self.tokenizer, sorted(self.ends), thinking=self.thinking)
 
-    def reply(self, line: str) -> Generator[str, None, None]:
+    def stream_reply(self, line: str) -> Generator[str, None, None]:
         """
-        Answers the user's line; yields the text in pieces of whole characters.
+        Yields the answer to the user's line, in pieces of whole characters.
 
-        There is a piece for each token, perhaps "", so that the caller can stop between tokens.
+        There is a piece for each token, so that the caller can stop after any token. A piece may be
+        "".
         """
-        ids = self.encode_turn(line)
-        with lora.with_initial_weights(self.model) if self.is_before else gpu.without_gradients():
+        ids = self.encode_up_to_next_reply(line)
+        with lora.use_initial_weights(self.model) if self.is_before else gpu.without_gradients():
             while ids:
                 turn = self.generate_turn(ids)
                 yield from stream_text(turn, self.tokenizer, self.params.stop)
                 ids = []
-                if self.episodes and self.is_over():
+                if self.episodes and self.newest_turn_has_end_token():
                     self.episodes.end_turn(0, self.turn)
                     answer = self.episodes.take_replies(wait=True)[0]
                     episode = self.episodes.episodes[0]
                     for message in episode.tool_messages:
                         yield f"\n[{message['name']}] {message['content']}\n"
-                    # If no turn is left, these messages go in front of the user's next line.
+                    # If no turn is left, these messages go before the user's next line.
                     if not isinstance(answer, str):
                         ids = answer
                         episode.tool_messages = []
 
-    def encode_turn(self, line: str) -> list[int]:
-        """The ids from the end of the last answer to the beginning of the next one."""
-        message = {"role": "user", "content": line}
+    def encode_up_to_next_reply(self, user_line: str) -> list[int]:
+        """
+        The token ids between the model's last answer and its next one.
+
+        They contain the user's line, and messages from tools that the model has not read yet.
+        """
+        message = {"role": "user", "content": user_line}
         if self.cache.length == 0:
             messages = [*self.opening, message]
             if self.toolbox:
@@ -125,47 +130,53 @@ class ChatModel:
             messages = [*episode.tool_messages, message]
             episode.tool_messages = []
             episode.num_turns = 0
-        missing_end = [] if self.is_over() else [self.end]
+        missing_end = [] if self.newest_turn_has_end_token() else [self.end]
         return missing_end + self.frames.encode_between_turns(messages, schemas)
 
-    def is_over(self) -> bool:
+    def newest_turn_has_end_token(self) -> bool:
         """Whether the newest turn ended with an end token."""
         return bool(self.turn) and self.turn[-1] in self.ends
 
     def generate_turn(self, ids: list[int]) -> Iterator[int]:
         """
-        Reads ids and samples a turn after them; yields the turn's ids.
+        Adds ids to the conversation, samples a turn after them, and yields the ids of the turn.
 
-        Each token, even an end token, is in the cache when it is yielded.
+        Each token, even an end token, is already in the cache when it is yielded.
         """
         self.turn = []
         room = self.context - self.cache.length - len(ids)
         if room <= 0:
             raise ValueError(
-                f"the conversation fills the {self.context} tokens that the model can read; "
-                "begin a new one"
+                f"the conversation fills the model's context of {self.context} tokens; "
+                "begin a new conversation"
             )
         decoder = self.decoder
-        decoder.logits = sampler.prefill_cache(self.model, mx.array([ids]), self.cache)
+        decoder.logits = sampler.prefill_and_get_last_logits(
+            self.model, mx.array([ids]), self.cache
+        )
         self.num_turns += 1
 
-        limit = min(self.params.limits(1)[0], room)
-        for numbers in sampler.uniforms(self.seed, [self.num_turns], limit)[0]:
-            sampled = decoder.sample(numbers[None])
-            mx.async_eval(sampled)  # apart from the logits, so that they can be read earlier
+        limit = min(self.params.max_tokens_per_row(1)[0], room)
+        for uniform_numbers in sampler.four_uniforms_per_position(
+            self.seed, [self.num_turns], limit
+        )[0]:
+            sampled = decoder.sample(uniform_numbers[None])
+            mx.async_eval(sampled)  # separate from the logits, so that it can be read earlier
             decoder.append(sampled)
             token, logprob = (np.array(value)[0] for value in sampled)  # wait
             if not np.isfinite(logprob):
-                raise sampler.NotFinite(0, len(self.turn), decoder.logits.dtype)
+                raise sampler.NonFiniteLogprob(0, len(self.turn), decoder.logits.dtype)
             self.turn.append(int(token))
             yield self.turn[-1]
-            if self.is_over():
+            if self.newest_turn_has_end_token():
                 return
 
 
-def stream_text(ids: Iterable[int], tokenizer: Any, stop: sampler.Stop | None) -> Iterator[str]:
+def stream_text(
+    ids: Iterable[int], tokenizer: Any, stop: sampler.StopTexts | None
+) -> Iterator[str]:
     """
-    Decodes ids one by one into whole characters, up to a stop text.
+    Decodes ids one by one, and yields whole characters, up to a stop text.
 
     Text that may begin a stop text is held back until it is clear whether it does. Bytes at the end
     that do not form a whole character are left out.
@@ -197,7 +208,7 @@ def stream_text(ids: Iterable[int], tokenizer: Any, stop: sampler.Stop | None) -
 # ---- the conversation
 
 
-def read_lines() -> Iterator[str]:
+def prompt_user_for_lines() -> Iterator[str]:
     """
     Yields the user's lines until Ctrl-D or the end of a pipe; "" begins a new conversation.
 
@@ -206,7 +217,7 @@ def read_lines() -> Iterator[str]:
     is_terminal = sys.stdin.isatty()
     print("A line continues the conversation; an empty line begins a new one.", file=sys.stderr)
     if is_terminal:
-        import readline  # noqa: F401  (`input` edits lines with it)
+        import readline  # noqa: F401  (adds line editing to `input`)
 
         print("Ctrl-C stops an answer; Ctrl-D ends the chat.", file=sys.stderr)
     while True:
@@ -229,35 +240,35 @@ def read_lines() -> Iterator[str]:
         yield line
 
 
-def run_chat(sides: dict[str, ChatModel], lines: Iterable[str]) -> None:
-    """Lets every side answer every line. Ctrl-C ends an answer after a whole token."""
+def run_chat(models_by_label: dict[str, ChatModel], lines: Iterable[str]) -> None:
+    """Lets every model answer each line. Ctrl-C ends an answer after the current token."""
     pressed: list[int] = []
     for line in lines:
         if not line:
-            for side in sides.values():
+            for side in models_by_label.values():
                 side.reset()
             continue
         handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
         try:
-            for name, side in sides.items():
+            for name, side in models_by_label.items():
                 if name:
                     print(f"[{name}] ", end="")
-                print_reply(side, line, pressed)
+                print_reply_until_ctrl_c(side, line, pressed)
                 pressed.clear()
         finally:
             signal.signal(signal.SIGINT, handler)
 
 
-def print_reply(side: ChatModel, line: str, pressed: list[int]) -> None:
-    """Prints one side's reply to a line. Stops as soon as `pressed` is not empty."""
-    with contextlib.closing(side.reply(line)) as reply:
+def print_reply_until_ctrl_c(side: ChatModel, line: str, ctrl_c_presses: list[int]) -> None:
+    """Prints one side's reply to a line. Stops as soon as `ctrl_c_presses` is not empty."""
+    with contextlib.closing(side.stream_reply(line)) as reply:
         for piece in reply:
             print(escape_invisible(piece), end="", flush=True)
-            if pressed:
+            if ctrl_c_presses:
                 break
     print(flush=True)
-    if len(side.turn) == side.params.max_tokens and not side.is_over():
-        print(f"(--max-tokens {len(side.turn)} ends it there)", file=sys.stderr)
+    if len(side.turn) == side.params.max_tokens and not side.newest_turn_has_end_token():
+        print(f"(the reply was cut off at --max-tokens {len(side.turn)})", file=sys.stderr)
 
 
 # ---- the command
@@ -275,7 +286,7 @@ def main(argv: list[str] | None = None) -> None:
     run_files.add_adapter_flags(parser)
     parser.add_argument(
         "--model",
-        help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)",
+        help="demo, a Hugging Face directory or a hub id (default: that of the run or adapter)",
     )
     parser.add_argument(
         "--prompt", help="the user's message (default: held-out problems, if there are tools)"
@@ -295,44 +306,48 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--max-tokens",
         type=int,
-        help="maximum number of tokens per completion (default: the run's, else 256)",
+        help="maximum number of tokens per completion (default: as in the run, else 256)",
     )
-    parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy (default: 1)")
+    parser.add_argument(
+        "--temp", type=float, default=1.0, help="sampling temperature; 0: greedy (default: 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     parser.add_argument(
-        "--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off"
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="thinking mode of the chat template (default: as in the run, else off)",
     )
     add_flags(parser, [SETTINGS[name] for name in ("stop", "end_tokens", *TOOL_FLAGS)])
-    answer_prompts(parser.parse_args(argv))
+    chat_play_or_complete(parser.parse_args(argv))
 
 
-def answer_prompts(args: argparse.Namespace) -> None:
-    """Chats, plays episodes or prints completions. Raises ValueError if flags contradict."""
+def chat_play_or_complete(args: argparse.Namespace) -> None:
+    """Chats, plays episodes or prints completions. Raises ValueError if flags conflict."""
     adapter = run_files.fill_defaults_and_find_adapter(
         args, model=None, max_tokens=256, stop=[], end_tokens=[], thinking=False
     )
-    check_args(args, adapter)
+    refuse_invalid_flags(args, adapter)
     task_model = load_task_defaults(args.task or "", "").get("model")
-    name, reason = model_choice.choose_model(args.model, adapter, task_model)
+    name, reason = model_choice.choose_model_and_reason(args.model, adapter, task_model)
 
-    is_beside = False  # whether the adapter is beside the weights, so that it can be switched off
+    is_separate = False  # whether the adapter is not merged, so that it can be switched off
     if args.compare:
-        start = run_files.adapter_path(args.run, 0) if args.run else None
-        model, tokenizer, is_beside = policy.load_policy(name, adapter, start, args.end_tokens)
+        start = run_files.saved_or_initial_adapter_path(args.run, 0) if args.run else None
+        model, tokenizer, is_separate = policy.load_policy(name, adapter, start, args.end_tokens)
         if start:
             beginning = model_card.describe_initial_adapter(run_files.load_settings(args.run))
             reason += f"; [before] is {name}{beginning}"
     else:
         model, tokenizer = gwen.load(name, adapter=adapter, end_tokens=args.end_tokens)
 
-    config, toolbox = make_toolbox(args, name, reason, tokenizer, model)
+    config, toolbox = load_config_and_toolbox(args, name, reason, tokenizer, model)
     params = sampler.SamplingParams(
         args.max_tokens,
         args.temp,
         eos_ids=model.config.end_ids,
-        stop=sampler.Stop(args.stop, tokenizer) if args.stop else None,
+        stop=sampler.StopTexts(args.stop, tokenizer) if args.stop else None,
     )
-    opening, note = choose_opening(args)
+    opening, note = choose_opening_and_note(args)
     print(escape_invisible(f"model: {name}, {reason}{note}"), file=sys.stderr)
 
     if args.chat:
@@ -348,18 +363,18 @@ def answer_prompts(args: argparse.Namespace) -> None:
         )
         sides = {"": side}
         if args.compare:
-            base = model if is_beside else gwen.load(name, end_tokens=args.end_tokens)[0]
-            before = dataclasses.replace(side, model=base, is_before=is_beside)
+            base = model if is_separate else gwen.load(name, end_tokens=args.end_tokens)[0]
+            before = dataclasses.replace(side, model=base, is_before=is_separate)
             sides = {"before": before, "after": side}
-        run_chat(sides, read_lines())
+        run_chat(sides, prompt_user_for_lines())
     elif toolbox:
         problems = choose_problems(args, config, opening)
-        play_episodes(model, toolbox, problems, params, args)
+        play_and_print_episodes(model, toolbox, problems, params, args)
     else:
-        print_completions(model, tokenizer, opening, params, args)
+        sample_and_print_completions(model, tokenizer, opening, params, args)
 
 
-def check_args(args: argparse.Namespace, adapter: str | None) -> None:
+def refuse_invalid_flags(args: argparse.Namespace, adapter: str | None) -> None:
     """Raises ValueError if flags have wrong values or do not fit together."""
     check_minimums(args, num=1, max_tokens=1, temp=0, seed=0)
     check_settings({"stop": args.stop, "end_tokens": args.end_tokens})
@@ -368,28 +383,29 @@ def check_args(args: argparse.Namespace, adapter: str | None) -> None:
             check_text(flag, text)
     if args.chat and (args.prompt or args.num > 1):
         raise ValueError(
-            "--chat reads what you say line by line, and answers once; leave out --prompt and --num"
+            "--chat reads your messages line by line, and gives one answer to each; "
+            "leave out --prompt and --num"
         )
     if args.compare and not (args.chat and adapter):
         raise ValueError(
-            "--compare is for --chat with the --run or --adapter whose model is compared"
+            "--compare is for talking to a trained model; add --chat, and --run or --adapter"
         )
     if args.system and not (args.prompt or args.chat):
-        raise ValueError("--system comes before the user's message; give --prompt too")
+        raise ValueError("--system needs a message from the user; add --prompt or --chat")
 
 
-def choose_opening(args: argparse.Namespace) -> tuple[Messages, str]:
+def choose_opening_and_note(args: argparse.Namespace) -> tuple[Messages, str]:
     """
     The messages before the user's first message, and a note about them.
 
-    They are --system or, with --run, the messages with which all prompts of its training began.
+    They are --system or, with --run, the messages with which all prompts of the run began.
     """
     if args.system is not None:
         return [{"role": "system", "content": args.system}], ""
     if not args.run or not (args.chat or args.prompt):
         return [], ""
     config = check_settings(load_recipe(run_files.find_config_file(args.run)))
-    opening, note = shared_opening_and_note(config)
+    opening, note = load_shared_opening_and_note(config)
     for message in opening:
         note += f"; {message['role']}: {shorten_value(message['content'])}"
     return opening, note
@@ -407,7 +423,7 @@ def choose_problems(
     return list(pick_evenly_spaced(task.held_out, args.num))
 
 
-def play_episodes(
+def play_and_print_episodes(
     model: gwen.Model,
     toolbox: toolbox_module.Toolbox,
     problems: list[dict[str, Any]],
@@ -427,7 +443,7 @@ def play_episodes(
         print(escape_invisible(playing.format_episode(row, reason)))
 
 
-def print_completions(
+def sample_and_print_completions(
     model: gwen.Model,
     tokenizer: Any,
     opening: Messages,
@@ -449,41 +465,44 @@ def print_completions(
         print(escape_invisible(text))
 
 
-def make_toolbox(
-    args: argparse.Namespace, name: str, reason: str, tokenizer: Any, model: gwen.Model
+def load_config_and_toolbox(
+    args: argparse.Namespace,
+    model_name: str,
+    reason_for_model: str,
+    tokenizer: Any,
+    model: gwen.Model,
 ) -> tuple[Config, toolbox_module.Toolbox | None]:
     """
-    The settings, from the run or from the flags, and the toolbox; None if there are no tools.
+    The settings of the run or the flags, and the toolbox, which is None if there are no tools.
 
     Raises ValueError if the flags do not fit the tools.
     """
     has_message = args.prompt or args.chat
     tool_settings = settings_from_flags(args, TOOL_FLAGS)
-    settings: dict[str, Any] = {"model": name, "thinking": args.thinking} | tool_settings
+    settings: dict[str, Any] = {"model": model_name, "thinking": args.thinking} | tool_settings
     if args.run:
         config = policy.load_run_config_and_set_template_date(args.run, settings)
     else:
-        config = resolve_settings(settings, None, None, lambda _: (name, reason))[0]
+        config = resolve_settings(settings, None, None, lambda _: (model_name, reason_for_model))[0]
 
     toolbox = None
     if tool_settings or args.run or not has_message:
-        tools, environments = tasks.load_tools(config)
+        tools, environments = tasks.load_tools_and_environments(config)
         toolbox = toolbox_module.make_toolbox(config, tools, environments, tokenizer, model.config)
     if tool_settings and toolbox is None:
         setting = min(tool_settings)
         raise ValueError(
-            f"{flag_of(setting)} {tool_settings[setting]} is only for tools, "
-            "and there are none here; leave it out"
+            f"{flag_of(setting)} {tool_settings[setting]} has no effect without tools; leave it out"
         )
     if toolbox is None and not has_message:
         raise ValueError(
-            "--prompt is missing: the user's message; only a task with tools has its own"
+            "--prompt is missing; give the user's message, or a task with tools, which has prompts"
         )
     if toolbox and args.stop:
-        raise ValueError("--stop is for completions without tools; leave it out")
+        raise ValueError("--stop cannot be used with tools; leave it out")
     if toolbox and toolbox.environments and args.chat:
         raise ValueError(
-            "--chat has tools and no environment, which plays by itself; leave --chat out"
+            "--chat cannot be used with an environment, which answers the model; leave out --chat"
         )
     return config, toolbox
 

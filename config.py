@@ -1,16 +1,16 @@
 """
 Declares every setting of a run: each field defines a flag, a YAML key, a range and a help text.
 
-The classes are frozen: a setting cannot be changed once its object exists. settings/ reads the
-values of settings and checks them. The files that use a setting define what the setting does. This
-file imports only the standard library and flags.py.
+The classes are frozen, so that settings do not change during a run. The files in settings/ read and
+check the values of settings. The files that use a setting define what the setting does. This file
+imports only the standard library and flags.py.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
-from flags import Setting, parse_stop_text, setting
+from flags import Setting, parse_stop_text_and_print_notes, setting
 
 Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["wandb", "swanlab"]
@@ -100,9 +100,8 @@ class DataSettings:
     )
     columns: str = setting(
         "",
-        "names of the columns in your data: prompt=question,answer=solution, for example, "
-        "reads the prompts from the column `question` and the answers from the column "
-        "`solution`",
+        "names of the columns in your data; for example, prompt=question,answer=solution reads "
+        "the prompts from the column `question` and the answers from the column `solution`",
         used_by=None,
     )
     verifier: str = setting(
@@ -160,7 +159,7 @@ class SamplingSettings:
         r"stop texts, which end a completion (\n is a line break); rewards and the judge see only "
         "what comes before the stop text",
         metavar="TEXT",
-        parse=parse_stop_text,
+        parse=parse_stop_text_and_print_notes,
     )
     end_tokens: list[str] = setting(
         list,
@@ -267,8 +266,8 @@ class ObjectiveSettings:
     )
     train_completions: int | None = setting(
         None,
-        "completions per prompt that the update trains: those whose rewards have the largest "
-        "variance; auto: all of them",
+        "number of completions per prompt that the update trains on; it trains on those whose "
+        "rewards have the largest variance; auto: all of them",
         low=2,
         first=True,
     )
@@ -315,6 +314,17 @@ class ToolSettings:
         "environment that the model interacts with, as FILE.py:Class, or several "
         "environments, as NAME=FILE.py:Class,...",
         file=True,
+    )
+    env_server: str = setting(
+        "",
+        "command that starts an outside harness, which plays the episodes of its own environment",
+    )
+    env_timeout: float = setting(
+        600.0,
+        "an episode of --env-server fails if the harness gives no sign of it for so many seconds",
+        low=0.1,
+        high=1e6,
+        later=True,
     )
     max_turns: int = setting(8, "maximum number of turns in a conversation with tools", low=1)
     max_context: int | None = setting(
@@ -500,7 +510,8 @@ class RecordSettings:
     )
     report_to: list[Tracker] = setting(
         list,
-        "experiment trackers to which metrics are sent; a tracker needs the extra of the same name",
+        "experiment trackers to which metrics are sent; each needs the extra of its name, "
+        "for example `uv run --extra wandb train.py`",
     )
 
 
@@ -523,17 +534,17 @@ class Config:
     records: RecordSettings
 
     @classmethod
-    def from_flags(cls, **values: Any) -> "Config":
+    def from_flags(cls, **unchecked_values: Any) -> "Config":
         """
         Return a Config with the given values. Every other setting has its default value.
 
-        values: settings by name, such as `max_tokens`. The values are not checked.
+        unchecked_values: settings by name, such as `max_tokens`.
         """
         group_classes: dict[str, Any] = {
             group.name: group.type for group in dataclasses.fields(cls)
         }
         fields: dict[str, dict[str, Any]] = {name: {} for name in group_classes}
-        for key, value in values.items():
+        for key, value in unchecked_values.items():
             declared = SETTINGS[key]
             fields[declared.group][declared.field.name] = value
         groups = {name: make(**fields[name]) for name, make in group_classes.items()}
@@ -590,9 +601,9 @@ JUDGE = [key for key, setting in SETTINGS.items() if setting.group == "judge"]
 TOOLS = [key for key, setting in SETTINGS.items() if setting.group == "tools"]
 
 
-def is_user_function(value: str) -> bool:
-    """Whether a value is FILE.py:function, the user's own function, and not a built-in choice."""
-    return ":" in value
+def is_user_function(setting_value: str) -> bool:
+    """Whether a value names a user's own function (FILE.py:function), not a built-in choice."""
+    return ":" in setting_value
 
 
 class MemoryDependentSizes(NamedTuple):

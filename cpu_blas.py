@@ -1,5 +1,5 @@
 """
-Sets up a fast BLAS and a fast heap for MLX on Linux CPUs; import it before the first `import mlx`.
+Sets up a fast BLAS and a fast heap for MLX on Linux CPUs. Import this file before mlx.
 
 MLX's Linux wheel is linked against the reference BLAS (about 3 GFLOP/s in float32). The dynamic
 loader binds a symbol to the first loaded library that exports it. So if OpenBLAS is loaded globally
@@ -11,7 +11,7 @@ uses its own BLAS, and one line on stderr gives the reason.
 MLX calls malloc and free for every array. By default, glibc returns the memory of large arrays to
 the operating system immediately and must request memory again for the next array, which takes more
 time than the arithmetic. For example, swiglu and its gradient on 72 x 110 rows of width 768 take 90
-ms instead of 30 ms. With the settings made here, the heap never returns memory.
+ms instead of 30 ms. With the settings in this file, the heap never returns memory.
 
 On macOS, MLX uses Accelerate, and no library is loaded. This file also sets environment variables
 that MLX and the GPU driver read only once, unless the user has already set them.
@@ -84,9 +84,9 @@ FORWARD(cblas_dgemm, double)
 """
 
 
-def ensure_cache_directory() -> Path:
+def make_private_or_temporary_cache() -> Path:
     """
-    The cache directory, which is created if it is missing.
+    Returns the cache directory, and creates it if it is missing.
 
     Libraries are loaded from this directory, so only this user may have write access to it. If
     other users have write access, or the directory cannot be created, this process uses a temporary
@@ -141,7 +141,7 @@ def _set_up_and_describe_blas() -> str:
         # times slower (284 ms instead of 3.4 ms). On two free cores, a second thread would make the
         # step only a quarter faster.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        ctypes.CDLL(_build_forwarding_library(), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(_load_openblas_and_build_forwarder()), mode=ctypes.RTLD_GLOBAL)
         return "OpenBLAS of scipy-openblas32"
     except OSError as error:
         _print_to_stderr(f"gwen: MLX uses its slow built-in BLAS ({error})")
@@ -161,7 +161,7 @@ def _keep_freed_memory() -> None:
         libc.mallopt(m_arena_max, 1)
 
 
-def _build_forwarding_library() -> str:
+def _load_openblas_and_build_forwarder() -> Path:
     """
     Loads the OpenBLAS library, and compiles the forwarding library unless it already exists.
 
@@ -177,9 +177,9 @@ def _build_forwarding_library() -> str:
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
     key = hashlib.sha256(f"{FORWARDING_SOURCE}{platform.machine()}".encode()).hexdigest()[:16]
-    forwarding_library = ensure_cache_directory() / f"blas-{key}.so"
+    forwarding_library = make_private_or_temporary_cache() / f"blas-{key}.so"
     if forwarding_library.exists():
-        return str(forwarding_library)
+        return forwarding_library
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise OSError("no C compiler (cc, gcc or clang) is on the PATH")
@@ -190,9 +190,9 @@ def _build_forwarding_library() -> str:
         if result.returncode:
             reason = result.stderr.strip() or result.returncode
             raise OSError(f"{compiler} failed: {reason!r:.200}")
-        # replacing is atomic, so two first runs at the same time both end with a complete file
+        # replacing is atomic, so two simultaneous first runs both end up with a complete file
         os.replace(built, forwarding_library)
-    return str(forwarding_library)
+    return forwarding_library
 
 
 # ---- Gwen's programs
@@ -220,7 +220,7 @@ def _install_short_ctrl_c_message() -> None:
     sys.excepthook = print_interrupt_in_one_line
 
 
-def _exit_unless_python_can_run_gwen() -> None:
+def _exit_or_raise_unless_gwen_can_run() -> None:
     """
     Ends the process with one line and status 2 if this Python cannot run Gwen.
 
@@ -273,6 +273,6 @@ def _uv_command() -> str:
     return " ".join(map(shlex.quote, words))
 
 
-_exit_unless_python_can_run_gwen()
+_exit_or_raise_unless_gwen_can_run()
 _install_short_ctrl_c_message()
 description = _set_up_and_describe_blas()

@@ -24,44 +24,46 @@ from machine import gpu, kernels, memory, versions
 from machine.output import guard_output
 
 
-class Finding(NamedTuple):
+class ReportLine(NamedTuple):
     """A line of the report."""
 
     line: str
-    is_good: bool | None  # False: a problem; None: a problem that does not affect the demo
+    is_good: bool | None  # False: a problem; None: a problem, but not for the demo
 
 
-def examine_machine() -> Iterator[Finding]:
+def examine_machine() -> Iterator[ReportLine]:
     """Examine this machine, and yield a finding for each line of the report."""
     environment = versions.collect_environment_facts(cpu_blas.description)
     libraries = [f"{name} {number}" for name, number in environment["versions"].items()]
-    yield Finding(f"versions: Python {environment['python']}, {', '.join(libraries)}", True)
+    yield ReportLine(f"versions: Python {environment['python']}, {', '.join(libraries)}", True)
     machine = f"{environment['machine']}, {environment['platform']}"
-    yield Finding(f"machine: {machine}, {environment['num_cpus']} CPUs", True)
-    yield Finding(f"memory: {memory.usable_memory_bytes() / 1e9:.1f} GB for this process", True)
-    yield Finding(describe_wired_memory(), True)
+    yield ReportLine(f"machine: {machine}, {environment['num_cpus']} CPUs", True)
+    yield ReportLine(f"memory: {memory.usable_memory_bytes() / 1e9:.1f} GB for this process", True)
+    yield ReportLine(describe_wired_memory(), True)
 
     device = "cpu"
     if gpu.on_gpu():
         device = "metal" if gpu.can_run_metal_kernels() else "cuda"
-    dtype = gwen.default_dtype()
+    dtype = gwen.dtype_from_env_or_device()
     dtype_name = str(dtype).rpartition(".")[2]
-    yield Finding(f"device: {device}; models use the data type {dtype_name}", True)
-    yield Finding(f"BLAS: {environment['blas']}; this library multiplies matrices on the CPU", True)
+    yield ReportLine(f"device: {device}; models use the data type {dtype_name}", True)
+    yield ReportLine(
+        f"BLAS: {environment['blas']}; this library multiplies matrices on the CPU", True
+    )
 
     usual_size = "random:0.6b" if gpu.on_gpu() else "random:2m"
     config = model_choice.load_known_config(usual_size)
     model = gwen.Model(dataclasses.replace(config, layer_kinds=("full_attention",)))
     model.set_dtype(dtype)
     line, is_right = gwen.check_mlx_arithmetic(model)
-    yield Finding(f"MLX: {line}; the check used the matrix sizes of {usual_size}", is_right)
-    line, has_hub = hub.check_hub_and_cache()
-    yield Finding(line, has_hub or None)
-    yield compare_kernels_with_mlx(model)
+    yield ReportLine(f"MLX: {line}; the check used the matrix sizes of {usual_size}", is_right)
+    line, has_hub = hub.describe_hub_and_cache()
+    yield ReportLine(line, has_hub or None)
+    yield compare_kernels_and_disable_faulty(model)
 
 
 def describe_wired_memory() -> str:
-    """A line on the amount of memory that macOS must not page out."""
+    """Return a line about the amount of memory that macOS must not page out."""
     limit = os.environ.get(memory.WIRED_LIMIT)
     if limit:
         return f"wired: {limit} GB that macOS must not page out"
@@ -71,12 +73,12 @@ def describe_wired_memory() -> str:
     )
 
 
-def compare_kernels_with_mlx(model: gwen.Model) -> Finding:
+def compare_kernels_and_disable_faulty(model: gwen.Model) -> ReportLine:
     """Compare all kernels with plain MLX, and report which kernels are turned off."""
     if not gpu.can_run_metal_kernels():
-        return Finding("kernels: none, because they need Metal", True)
-    if not kernels.are_kernels_wanted():
-        return Finding("kernels: none, because GWEN_KERNELS turns them off", True)
+        return ReportLine("kernels: none, because they need Metal", True)
+    if not kernels.is_kernels_variable_on():
+        return ReportLine("kernels: none, because GWEN_KERNELS turns them off", True)
     calls = [
         *gwen.record_kernel_calls_in_rehearsal(model),
         *lm_head.record_head_calls(model.head_weight),
@@ -88,7 +90,7 @@ def compare_kernels_with_mlx(model: gwen.Model) -> Finding:
         f"kernels: {', '.join(names)} were compared with plain MLX; "
         f"OFF: {', '.join(disabled_names) or 'none'}"
     )
-    return Finding(line, not disabled_names)
+    return ReportLine(line, not disabled_names)
 
 
 @guard_output()
@@ -103,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--doctor", action="store_true", help=argparse.SUPPRESS)
     parser.parse_args(argv)
     has_problems = False
-    kernels.are_kernels_wanted()  # raises an error at once if GWEN_KERNELS has a wrong value
+    kernels.is_kernels_variable_on()  # raises an error at once if GWEN_KERNELS has a wrong value
     for line, is_good in examine_machine():
         mark = "ok "
         if is_good is None:

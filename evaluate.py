@@ -1,10 +1,10 @@
 """
-Evaluates a model on held-out problems, from the command line.
+The command that evaluates a model on held-out problems.
 
-`uv run evaluate.py --run runs/NAME [--step N]` reproduces the figures of a run digit for digit,
-because runs call the same function (evaluation/score_task.py). `--model M [--adapter DIR] --task T`
-evaluates any model, and `--url` evaluates a model that runs on a server. This command never
-evaluates a model on training problems.
+`uv run evaluate.py --run runs/NAME [--step N]` reproduces a run's evaluation exactly, because
+training calls the same function (evaluation/score_task.py). `--model M [--adapter DIR] --task T`
+evaluates any model, and `--url` evaluates a model that runs on a server. The training problems of a
+task are never used.
 """
 
 import functools
@@ -42,7 +42,7 @@ from flags import (
 from machine import alive, memory
 from machine.output import guard_output
 from prompts.chats import encode_conversations
-from prompts.examples import hash_prompt, pick_evenly_spaced
+from prompts.examples import hash_prompt_without_system, pick_evenly_spaced
 from settings.checks import check_settings
 from settings.sources import load_recipe, load_task_defaults, resolve_settings, settings_from_flags
 from step.loss import StepLoss
@@ -59,6 +59,7 @@ OVERRIDABLE = (
     *("verifier", "reward", "reward_weights"),
     *("max_tokens", "stop", "end_tokens", "rollout_batch_size", "thinking", *TOOLS, *JUDGE),
 )
+# flags that apply only to a model on this machine, so they cannot be given with --url
 URL_REFUSES = ("adapter", "step", "seed", "rollout_batch_size", "end_tokens")
 
 
@@ -79,7 +80,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "--data",
-        help="a file or hub dataset with held-out problems, which replace those of the task",
+        help="a file or hub dataset whose problems replace the task's held-out problems",
     )
     parser.add_argument(
         "--limit",
@@ -107,8 +108,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print all figures as one line of JSON, also in a terminal; without it, only if "
-        "the output is a pipe or a file",
+        help="print all figures as one line of JSON even in a terminal; without this flag, the "
+        "line is printed only to a pipe or a file",
     )
     parser.add_argument("--out", type=Path, help="write one line of JSON per problem to this file")
     return parser
@@ -123,24 +124,25 @@ def main(argv: list[str] | None = None) -> None:
         if args.out:
             refuse_unwritable_file("--out", args.out)
         adapter = run_files.fill_defaults_and_find_adapter(args)
-        start = run_files.adapter_path(args.run, 0) if args.run else None
+        start = run_files.saved_or_initial_adapter_path(args.run, 0) if args.run else None
         config, description = choose_config_and_description(args)
 
+        # only a run with --loss-type sft has held-out replies, and its settings have no data here
         has_replies = config.data.task == "own" and not config.data.path
         if has_replies and args.run and not args.data:
             record = evaluate_sft_run(args, parser, adapter, start)
             line = eval_record.format_evaluation_line(record)
             print(escape_invisible(f"{description}\n{line}"), file=sys.stderr)
-            print_record(record, as_json=args.json)
+            print_json_or_hint(record, as_json=args.json)
         else:
-            evaluate_and_print(args, config, description, adapter, start)
+            evaluate_print_and_save(args, config, description, adapter, start)
 
 
 # ---- settings and problems
 
 
 def choose_config_and_description(args: Namespace) -> tuple[Config, str]:
-    """Returns the settings of the evaluation, and a line that names the run or the model."""
+    """Returns the settings of the evaluation and a line that names the run or the model."""
     flags = settings_from_flags(args, OVERRIDABLE)
     if args.run:
         adapter_text = "newest adapter" if args.step is None else f"step {args.step}"
@@ -148,7 +150,7 @@ def choose_config_and_description(args: Namespace) -> tuple[Config, str]:
         return config, f"run: {args.run}, {adapter_text}"
 
     default_model = load_task_defaults(args.task or "", "").get("model")
-    model, reason = model_choice.choose_model(args.model, args.adapter, default_model)
+    model, reason = model_choice.choose_model_and_reason(args.model, args.adapter, default_model)
     if args.data:
         flags = {"task": "own"} | flags
     config, _ = resolve_settings(flags, None, None, lambda _: (model, reason))
@@ -157,9 +159,9 @@ def choose_config_and_description(args: Namespace) -> tuple[Config, str]:
 
 def load_held_out_task(args: Namespace, config: Config) -> tuple[Config, tasks.Task]:
     """
-    Returns the settings of the evaluation, and the task with its held-out problems.
+    Returns the settings of the evaluation and the task with its held-out problems.
 
-    If `--data` is given, the returned settings no longer name the data of the run.
+    If `--data` is given, the returned settings no longer name the run's own data.
     """
     if args.data:
         config = config.copy_with_settings(data="", columns=args.columns or "")
@@ -183,8 +185,8 @@ def warn_if_trained_on_prompts(args: Namespace, task: tasks.Task) -> None:
         print(escape_invisible(warning), file=sys.stderr)
         return
 
-    trained = {hash_prompt(example) for example in train}
-    num_trained = sum(hash_prompt(example) in trained for example in task.held_out)
+    trained = {hash_prompt_without_system(example) for example in train}
+    num_trained = sum(hash_prompt_without_system(example) in trained for example in task.held_out)
     if num_trained:
         warning = (
             f"WARNING: {args.run} was trained on {num_trained} of the {len(task.held_out)} prompts "
@@ -202,7 +204,8 @@ class Policy(NamedTuple):
     answer: AnswerFunction
     tokenizer: Any
     model_config: Any
-    base: gwen.Model | None  # a model that can be turned back into the model before training
+    # a model that `lora.with_initial_weights` turns into the model before training, if available
+    base: gwen.Model | None
     server: "ServedPolicy | None" = None
 
 
@@ -224,10 +227,10 @@ def load_or_connect_policy(
 
 def connect_served_policy(args: Namespace, config: Config, task: tasks.Task) -> "ServedPolicy":
     """
-    Connects to the model on the server at --url.
+    Makes a client for the model on the server at --url.
 
-    Raises ValueError if a flag is given that applies only to a model on this machine, if no flag
-    names the model whose tokenizer the server uses, or if the task has tools.
+    Raises ValueError if a given flag applies only to a model on this machine, if no flag names the
+    model whose tokenizer the server uses, or if the task has tools.
     """
     from evaluation.served_policy import ServedPolicy
 
@@ -235,17 +238,17 @@ def connect_served_policy(args: Namespace, config: Config, task: tasks.Task) -> 
         value = getattr(args, name)
         if value is not None:
             raise ValueError(
-                f"{flag_of(name)} {value} applies only to a model on this machine, but --url asks "
-                f"a server; leave {flag_of(name)} out"
+                f"{flag_of(name)} {value} applies only to a model on this machine, but --url names "
+                f"a server; leave out {flag_of(name)}"
             )
     if not args.run and not args.model:
         raise ValueError(
-            "--url does not say which tokenizer the server uses; also name the server's model with "
-            "--model, or the run that trained it with --run"
+            "--url does not say which tokenizer the server uses; add --model with the server's "
+            "model, or --run with the run that trained this model"
         )
-    if task.tools or task.environments:
+    if task.tools or task.has_episodes:
         raise ValueError(
-            "--url does not support tools, but this task has tools; leave --url out to evaluate "
+            "--url does not support tools, but this task has tools; leave out --url to evaluate "
             "the task on this machine"
         )
     variables = {} if args.thinking is None else {"enable_thinking": args.thinking}
@@ -258,7 +261,7 @@ def connect_served_policy(args: Namespace, config: Config, task: tasks.Task) -> 
 # ---- the evaluation
 
 
-def evaluate_and_print(
+def evaluate_print_and_save(
     args: Namespace, config: Config, description: str, adapter: str | None, start: str | None
 ) -> None:
     """Evaluates a model on held-out problems, prints the record and writes the --out file."""
@@ -302,7 +305,7 @@ def evaluate_and_print(
             with add_path_to_os_errors(f"--out {args.out}"):
                 args.out.write_text("".join(lines), encoding="utf-8")
     finally:  # print the record even if the file could not be written
-        print_record(record, as_json=args.json)
+        print_json_or_hint(record, as_json=args.json)
     if policy.server:
         policy.server.log.path.unlink()
 
@@ -310,10 +313,15 @@ def evaluate_and_print(
 def make_eval_params(
     args: Namespace, config: Config, task: tasks.Task, policy: Policy
 ) -> EvalParams:
-    """Returns the parameters for answering problems, from the settings and the flags."""
+    """Combines the settings and the flags into the parameters for answering problems."""
     toolbox = make_toolbox(
         config, task.tools, task.environments, policy.tokenizer, policy.model_config
     )
+    player = None
+    if task.harness is not None:
+        from step.player import HarnessPlayer
+
+        player = HarnessPlayer(task.harness, config, policy.tokenizer, policy.model_config)
     batch_size = None  # decode as many sequences at once as fit into memory
     if args.run or args.rollout_batch_size not in (None, "auto"):
         rows = config.sampling.rollout_batch_size
@@ -326,14 +334,19 @@ def make_eval_params(
         seed=args.seed or 0,
         batch_size=batch_size,
         toolbox=toolbox,
+        player=player,
     )
     if args.limit:
         params = params._replace(limit=args.limit)
     return params
 
 
-def print_record(record: dict[str, Any], *, as_json: bool) -> None:
-    """Prints the record as JSON if the user asked for it, or if a program reads the output."""
+def print_json_or_hint(record: dict[str, Any], *, as_json: bool) -> None:
+    """
+    Prints the record as JSON if `as_json` is set or stdout is not a terminal.
+
+    Otherwise prints only a hint at --json.
+    """
     if as_json or not sys.stdout.isatty():
         print(json.dumps(record), flush=True)
     else:
@@ -341,7 +354,7 @@ def print_record(record: dict[str, Any], *, as_json: bool) -> None:
 
 
 def print_to_stderr(text: str) -> None:
-    """Prints text for the user to stderr, because stdout is for the evaluation's JSON record."""
+    """Prints text for the user to stderr, because stdout is reserved for the JSON record."""
     wrapped = alive.wrap_for_terminal(escape_invisible(text), sys.stderr)
     print(wrapped, file=sys.stderr, flush=True)
 
@@ -350,15 +363,17 @@ def evaluate_sft_run(
     args: Namespace, parser: Parser, adapter: str | None, start: str | None
 ) -> dict[str, Any]:
     """
-    Evaluates the loss of a run of --loss-type sft on its held-out replies, and returns the record.
+    Evaluates a run with --loss-type sft on its held-out replies, and returns the record.
 
-    The record is the same as the one that the run writes.
+    The record contains the loss, and equals the record that the run writes.
+
+    Raises ValueError if a flag is given that has no effect on this evaluation.
     """
     for name, value in vars(args).items():
         if value != parser.get_default(name) and name not in ("run", "step", "limit", "json"):
             raise ValueError(
                 f"{flag_of(name)} {value} has no effect on the loss of {args.run} on its held-out "
-                f"replies; leave {flag_of(name)} out, or add --data FILE with problems to answer"
+                f"replies; leave out {flag_of(name)}, or add --data FILE with problems to answer"
             )
     config = check_settings(load_recipe(run_files.find_config_file(args.run)))
     _, held_out = tasks.load_train_and_held_out(config, Path(args.run))

@@ -5,13 +5,12 @@ The command that writes a trained model for other programs.
 merged model as a directory. `--export gguf` writes the merged model as one file for llama.cpp.
 `--export peft` writes only the adapter.
 
-Other programs render a chat only with the model's chat template. So two training settings
-are written into the chat template of a merged model, namely the thinking mode and the task's system
-prompt.
-If all training prompts begin with further messages, these messages must be sent in every chat. The
-Modelfile makes Ollama send them, and the model card lists them.
+Other programs know nothing about training except what the model's chat template contains. So two
+training settings are written into the chat template of a merged model: the thinking mode and the
+task's system prompt. If all training prompts begin with the same example messages, every chat must
+begin with these messages too. The Modelfile makes Ollama send them, and the model card lists them.
 
-Adapters are in lora.py and disk/adapters.py, and the formats are in deploy/.
+lora.py and disk/adapters.py read and merge adapters. deploy/ writes the file formats.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from mlx.utils import tree_flatten
 
 import gwen
 from deploy import few_bits, gguf_writer, ollama
-from deploy.training_prompts import TrainedRun, read_trained_run
+from deploy.training_prompts import RunWithOpeningMessages, load_run_with_opening_messages
 from disk import adapters, gguf, hub, model_card, model_choice, run_files
 from disk.files import first_line_of_error
 from flags import (
@@ -46,7 +45,7 @@ from machine.output import guard_output
 from prompts import chat_template
 from settings.checks import check_settings
 from settings.sources import load_recipe
-from text.commands import is_checkout
+from text.commands import is_run_from_checkout
 
 FEW_BITS = (4, 8)
 
@@ -90,11 +89,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.fuse == (args.export is not None):
         raise ValueError(
-            "give --fuse or --export gguf to write a whole model, or --export peft to write only "
-            "the adapter"
+            "give exactly one of --fuse and --export: --fuse or --export gguf writes a whole "
+            "model, and --export peft writes only the adapter"
         )
     if args.bits and args.export == "peft":
-        raise ValueError(f"--bits {args.bits} is for --fuse and --export gguf; leave it out")
+        raise ValueError(
+            f"--bits {args.bits} applies only to --fuse and --export gguf; leave out --bits"
+        )
     raise_if_out_is_taken(args.out)
     adapter = run_files.fill_defaults_and_find_adapter(args, model=None)
     if not adapter:
@@ -106,7 +107,8 @@ def write_and_print_summary(args: argparse.Namespace, adapter: str) -> None:
     """
     Writes the model or adapter to --out.
 
-    Also prints a summary, the commands that use the written files, and the effect of rounding.
+    Then prints a summary and the commands that load the written files. If the weights were rounded
+    to few bits, also measures and prints what the rounding costs.
     """
     run_dir = find_run_dir_at_or_above(args.run or adapter)
     config = None
@@ -114,17 +116,18 @@ def write_and_print_summary(args: argparse.Namespace, adapter: str) -> None:
         config = check_settings(load_recipe(run_files.find_config_file(run_dir)))
     least = least_bytes_to_write(args.model, adapter, args.export, args.bits or 16)
 
-    with make_temporary_directory_beside(args.out, least) as scratch:
-        wide = scratch / "wide"  # the merged model in 16 bits, if the result has fewer bits
-        result = scratch / "made"
+    with make_and_set_temp_dir_beside(args.out, least) as scratch:
+        # for the merged model in 16 bits, which is needed only if the result has fewer bits
+        bits16_dir = scratch / "wide"
+        result_dir = scratch / "made"
         with name_out_in_write_errors(args.out), alive.show_activity(f"writing {args.out}"):
-            run = read_trained_run(config) if config else None
-            summary = write_model_or_adapter(args, adapter, run, wide, result)
+            run = load_run_with_opening_messages(config) if config else None
+            summary = write_model_or_adapter(args, adapter, run, bits16_dir, result_dir)
         shots = run.shots if run else []
         if shots:
             summary += (
-                f"; all training prompts begin with {len(shots)} further messages, which you must "
-                "send in every chat"
+                f"; all training prompts begin with the same {len(shots)} example messages, so "
+                "begin every chat with these messages"
             )
         if args.run:
             if shots:
@@ -132,22 +135,22 @@ def write_and_print_summary(args: argparse.Namespace, adapter: str) -> None:
             opening = run.opening_messages if run and shots else []
             card = model_card.make_model_card(args.run, args.step, args.export or "mlx", opening)
             with name_out_in_write_errors(args.out):
-                (result / "README.md").write_text(card, encoding="utf-8")
+                (result_dir / "README.md").write_text(card, encoding="utf-8")
         with name_out_in_write_errors(args.out):
-            move_into_place(result, args.out)
+            move_directory_or_contents(result_dir, args.out)
 
         print(f"{args.out}: {summary}")
         print_next_commands(args.out, args.export, can_publish="give them the whole" not in summary)
         if args.bits in FEW_BITS:
-            few = next(args.out.glob("*.gguf"), args.out)
-            few_bits.measure_and_print_quantization_cost(run_dir, wide, few, args.bits)
+            rounded = next(args.out.glob("*.gguf"), args.out)
+            few_bits.measure_and_print_quantization_cost(run_dir, bits16_dir, rounded, args.bits)
 
 
 def find_run_dir_at_or_above(path: str) -> str | None:
     """
-    The path itself or the nearest parent directory that is a run directory.
+    The first run directory among the path and its three closest parents.
 
-    Returns None if there is no such directory.
+    Returns None if none of them is a run directory.
     """
     resolved = Path(path).resolve()
     for directory in (resolved, *resolved.parents[:3]):
@@ -157,14 +160,18 @@ def find_run_dir_at_or_above(path: str) -> str | None:
 
 
 def write_model_or_adapter(
-    args: argparse.Namespace, adapter: str, run: TrainedRun | None, wide: Path, result: Path
+    args: argparse.Namespace,
+    adapter: str,
+    run: RunWithOpeningMessages | None,
+    bits16_dir: Path,
+    result_dir: Path,
 ) -> str:
     """
-    Writes the model or adapter to `result`, and returns a summary.
+    Writes the model or adapter to `result_dir`, and returns a summary.
 
     run: the run that trained the adapter, or None if the run is unknown.
-    wide: the directory for the 16-bit model. This model is written first if the result has fewer
-        bits and is made from the 16-bit model or compared with it.
+    bits16_dir: the directory for the 16-bit model, which is written first if the result has fewer
+        bits and is rounded from the 16-bit model or compared with it.
     """
     has_few_bits = args.bits in FEW_BITS
     template_run = None if args.keep_template else run
@@ -172,19 +179,19 @@ def write_model_or_adapter(
     summary = ""
     # a result with few bits is compared with the 16-bit model
     if args.fuse or (has_few_bits and run):
-        fused = wide if has_few_bits else result
+        fused = bits16_dir if has_few_bits else result_dir
         summary = write_merged_model(args.model, adapter, fused, template_run, end_tokens)
     if args.fuse and has_few_bits:
-        bits_per_weight = few_bits.write_quantized_copy(wide, result, args.bits)
+        bits_per_weight = few_bits.write_quantized_copy(bits16_dir, result_dir, args.bits)
         summary += f"; rounded to {bits_per_weight:.3g} bits per weight"
     elif args.export == "gguf":
         title = args.out.resolve().name
         bits = args.bits or 16
         summary = write_gguf_and_modelfile(
-            args.model, adapter, result, template_run, title, bits, end_tokens
+            args.model, adapter, result_dir, template_run, title, bits, end_tokens
         )
     elif args.export:
-        summary = write_peft_adapter(args.model, adapter, result)
+        summary = write_peft_adapter(args.model, adapter, result_dir)
     return summary
 
 
@@ -199,7 +206,7 @@ def print_next_commands(out: Path, export: str | None, can_publish: bool) -> Non
     elif export is None:
         print(f"for LM Studio on a Mac: mkdir -p {folder} && cp {path}/* {folder}/")
     if can_publish:
-        upload = "uv run hf upload" if is_checkout() else "hf upload"
+        upload = "uv run hf upload" if is_run_from_checkout() else "hf upload"
         print(f"to publish the files: {upload} OWNER/{name} {path}", flush=True)
 
 
@@ -207,7 +214,7 @@ def print_next_commands(out: Path, export: str | None, can_publish: bool) -> Non
 
 
 def raise_if_out_is_taken(out: Path) -> None:
-    """Raises ValueError unless `out` is a new path, or an empty directory or a link to one."""
+    """Raises ValueError unless `out` does not exist or is an empty directory."""
     try:
         is_taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except OSError as error:
@@ -222,13 +229,13 @@ def least_bytes_to_write(
     """
     A lower bound on the number of bytes that will be written.
 
-    The weights of the base model have 16 or 32 bits. `--fuse --bits` first writes these weights
-    with all their bits.
+    The base model has at most 32 bits per weight. `--fuse --bits` first writes a copy in which the
+    weights keep all their bits.
     """
     if export == "peft":
         files = list(adapters.find_adapter_directory(adapter).glob("*.safetensors"))
         return sum(file.stat().st_size for file in files)
-    chosen, _ = model_choice.choose_model(model_name, adapter)
+    chosen, _ = model_choice.choose_model_and_reason(model_name, adapter)
     base = hub.find_model_directory(chosen)
     is_gguf_model = (base / gguf.LINK).is_file()
     files = [(base / gguf.LINK).resolve()] if is_gguf_model else list(base.glob("*.safetensors"))
@@ -237,16 +244,15 @@ def least_bytes_to_write(
 
 
 @contextlib.contextmanager
-def make_temporary_directory_beside(out: Path, num_bytes: int) -> Iterator[Path]:
+def make_and_set_temp_dir_beside(out: Path, num_bytes: int) -> Iterator[Path]:
     """
-    A temporary directory on the same disk as `out`, which is removed after the context.
+    A temporary directory beside `out`, which is removed after the context.
 
-    Inside the context, other libraries write their temporary files to this directory too.
+    Inside the context, `tempfile` uses this directory, so other libraries write to the same disk.
 
     num_bytes: a lower bound on the number of bytes that will be written.
 
-    Raises ValueError, before any work is done, if the disk has too little free space or cannot be
-    written to.
+    Raises ValueError at once if the disk has too little free space or cannot be written to.
     """
     target = out.resolve()
     parent = target if target.is_dir() else target.parent
@@ -267,7 +273,7 @@ def make_temporary_directory_beside(out: Path, num_bytes: int) -> Iterator[Path]
 
 @contextlib.contextmanager
 def name_out_in_write_errors(out: Path) -> Iterator[None]:
-    """Inside the context, an error that is raised while output is written names --out."""
+    """Inside the context, an error in writing the output becomes an OSError that names --out."""
     try:
         with add_path_to_os_errors(out):
             yield
@@ -300,17 +306,17 @@ def is_in_out_or_scratch(path: str | Path, out: Path) -> bool:
     return names[0] == target.name or names[0].startswith(f".{target.name}-")
 
 
-def move_into_place(result: Path, out: Path) -> None:
+def move_directory_or_contents(source: Path, out: Path) -> None:
     """
-    Moves the directory `result` to `out`.
+    Moves the directory `source` to `out`.
 
-    If `out` exists, only the contents of `result` are moved, because `out` may be a link, a mount
+    If `out` exists, only the contents of `source` are moved, because `out` may be a link, a mount
     point or the current directory.
     """
     if not out.exists():
-        os.replace(result, out.resolve())
+        os.replace(source, out.resolve())
         return
-    for part in sorted(result.iterdir()):
+    for part in sorted(source.iterdir()):
         os.replace(part, out / part.name)
 
 
@@ -321,28 +327,29 @@ def write_merged_model(
     model_name: str | None,
     adapter: str,
     out: Path,
-    run: TrainedRun | None,
+    run: RunWithOpeningMessages | None,
     end_tokens: Sequence[str] = (),
 ) -> str:
     """
     Writes the merged model in the dtype of its base model, and returns a summary.
 
     If GWEN_DTYPE is set, the merged model is written in that dtype instead.
-    run: the run whose prompts the template will render; if None, the template is not changed.
+
+    run: the run to whose prompts the chat template is adapted; None leaves the template unchanged.
     end_tokens: additional tokens that ended completions in training.
     """
-    name, _ = model_choice.choose_model(model_name, adapter)
+    name, _ = model_choice.choose_model_and_reason(model_name, adapter)
     if "GWEN_DTYPE" in os.environ:
-        dtype = gwen.default_dtype()
+        dtype = gwen.dtype_from_env_or_device()
     else:
-        dtype = stored_weight_dtype(hub.find_model_directory(name))
+        dtype = dtype_of_largest_float_tensor(hub.find_model_directory(name))
     model, tokenizer = gwen.load(name, dtype, adapter=adapter, end_tokens=end_tokens)
-    note = adapt_template(tokenizer, run) if run else ""
+    note = adapt_template_and_return_note(tokenizer, run) if run else ""
     gwen.save(model, out, tokenizer)
     return f"{name} with {adapter} merged in, {dtype}{note}"
 
 
-def stored_weight_dtype(directory: Path) -> mx.Dtype:
+def dtype_of_largest_float_tensor(directory: Path) -> mx.Dtype:
     """
     The dtype of a checkpoint's largest floating-point tensor.
 
@@ -354,14 +361,18 @@ def stored_weight_dtype(directory: Path) -> mx.Dtype:
         tensors = gguf.open_gguf_file(link.resolve()).tensors
         largest = max(tensors, key=lambda tensor: tensor.n_elements)
         return gguf.WIDE.get(largest.tensor_type.name, mx.float16)
-    weights = hub.load_weights(directory).values()
+    weights = hub.load_weights_by_hub_name(directory).values()
     floating = [tensor for tensor in weights if mx.issubdtype(tensor.dtype, mx.floating)]
     return max(floating, key=lambda tensor: tensor.nbytes).dtype
 
 
-def adapt_template(tokenizer: Any, run: TrainedRun) -> str:
-    """Makes a tokenizer's template render prompts as in a run, and returns a note for users."""
-    change = chat_template.fix_template_for_other_programs(
+def adapt_template_and_return_note(tokenizer: Any, run: RunWithOpeningMessages) -> str:
+    """
+    Changes a tokenizer's chat template so that it renders prompts as the run did.
+
+    Returns a note about the change, to be appended to the summary.
+    """
+    change = chat_template.fix_template_and_describe_changes(
         tokenizer, run.system, run.config.sampling.thinking
     )
     if not change:
@@ -376,7 +387,7 @@ def write_peft_adapter(model_name: str | None, adapter: str, out: Path) -> str:
     """
     Writes only the adapter, in PEFT format, and returns a summary.
 
-    The written configuration names the base model. A bundled base model is named by its path.
+    The written configuration names the base model, or gives its path if it comes with Gwen.
     """
     matrices = adapters.read_lora_adapter(adapter)
     base = model_name or matrices.base
@@ -398,18 +409,18 @@ def write_gguf_and_modelfile(
     model_name: str | None,
     adapter: str,
     out: Path,
-    run: TrainedRun | None,
+    run: RunWithOpeningMessages | None,
     title: str,
     bits: int,
     end_tokens: Sequence[str] = (),
 ) -> str:
     """
-    Writes the merged model as a GGUF file, and a Modelfile for Ollama, and returns a summary.
+    Writes the merged model as a GGUF file, with a Modelfile for Ollama. Returns a summary.
 
     title: the first part of the GGUF file's name.
     run, end_tokens: the same as for `write_merged_model`.
     """
-    name, _ = model_choice.choose_model(model_name, adapter)
+    name, _ = model_choice.choose_model_and_reason(model_name, adapter)
     model_choice.warn_of_different_base(adapter, name)
     directory = hub.find_model_directory(name)
     model = gwen.load_model(directory, mx.float32, adapter, lazy=True)
@@ -417,11 +428,15 @@ def write_gguf_and_modelfile(
     config = model_choice.copy_with_all_end_tokens(model.config, tokenizer, name, end_tokens)
     weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
     del model  # afterwards, only the matrix that the writer currently reads is in memory
-    note = adapt_template(tokenizer, run) if run else ""
-    summary = gguf_writer.write_gguf(out, title, weights, config, tokenizer, bits)
+    note = adapt_template_and_return_note(tokenizer, run) if run else ""
+    summary = gguf_writer.write_gguf_and_return_summary(
+        out, title, weights, config, tokenizer, bits
+    )
     run_config = run.config if run else None
     shots = run.shots if run else []
-    modelfile_note = ollama.write_modelfile(out, tokenizer, config.end_ids, run_config, shots)
+    modelfile_note = ollama.write_modelfile_and_return_note(
+        out, tokenizer, config.end_ids, run_config, shots
+    )
     return f"{summary}, and a Modelfile{modelfile_note}; {name} with {adapter} merged in{note}"
 
 

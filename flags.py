@@ -1,7 +1,8 @@
 """
 Parses the flags of commands, and reports a user's mistake in a single line.
 
-A setting is a dataclass field that the function `setting` declares, with a help text and a range.
+A setting is a dataclass field that the function `setting` declares. The field's metadata contain
+the help text and the allowed range.
 The settings are in config.py. text/documents.py reads YAML files, and text/foreign_names.py
 translates names from TRL.
 """
@@ -20,13 +21,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 from text.foreign_names import explain_foreign_name, load_foreign_names, suggest_name
-from text.printable import CONTROL, escape_invisible, make_printable
+from text.printable import CONTROL, escape_and_redact_for_printing, escape_invisible
 
 # ---- files that cannot be read or written
 
 MIN_FREE_BYTES = 2**16  # a disk with fewer free bytes than this counts as full
 FULL = (errno.ENOSPC, errno.EDQUOT)
-FIXES = {
+FIXES = {  # what the user can do about an OSError, by error number
     **dict.fromkeys(FULL, "make room there, or choose another disk"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose another path"),
     errno.EROFS: "choose another path",
@@ -40,7 +41,7 @@ def add_path_to_os_errors(path: str | Path) -> Iterator[None]:
     Add `path` to each OSError that is raised inside the block and does not name a file.
 
     For example, an error from writing to a full disk names no file. The tokenizers library raises a
-    plain Exception whose message ends in "(os error 28)"; it is replaced by an OSError with `path`.
+    plain Exception whose message ends in "(os error 28)". An OSError with `path` replaces it.
     """
     try:
         yield
@@ -65,7 +66,7 @@ def describe_os_error(error: OSError) -> str:
 
 
 def message_with_advice(error: BaseException) -> str:
-    """The message of an error. For an OSError, advice on what to do is added."""
+    """The message of an error. For an OSError, the path and advice on what to do are added."""
     if not isinstance(error, OSError):
         return str(error)
     line = describe_os_error(error)
@@ -77,9 +78,8 @@ def refuse_unwritable_file(flag: str, path: Path) -> None:
     """
     Raise ValueError if a command will not be able to write its results to a file.
 
-    A new file is created and removed again. Nothing is written to a pipe, to a terminal, or to an
-    existing file, which may contain results. An empty line is written to another device, such as
-    /dev/full.
+    To test this, a file that does not exist is created and removed again. An existing file, a pipe
+    and a terminal are not written to. Any other device, such as /dev/full, gets an empty line.
 
     flag: the flag that names the file, for the error message.
     """
@@ -87,7 +87,7 @@ def refuse_unwritable_file(flag: str, path: Path) -> None:
     if path.is_dir() or not folder.is_dir():
         raise ValueError(
             f"{flag} {path} is not the path of a file in an existing directory; "
-            "give the path of a file, and make the directory first"
+            "give the path of a file in a directory that exists"
         )
     is_new = not os.path.lexists(path)
     try:
@@ -132,7 +132,7 @@ def exit_with_error(message: object, max_length: int = 900) -> NoReturn:
     max_length: a line with more characters than this is shortened in the middle.
     """
     text = message_with_advice(message) if isinstance(message, BaseException) else str(message)
-    line = make_printable(" ".join(text.split("\n")))
+    line = escape_and_redact_for_printing(" ".join(text.split("\n")))
     if len(line) >= max_length:
         line = f"{line[: max_length - 300]} \u2026 {line[-250:]}"
     print("error:", line, file=sys.stderr)
@@ -142,9 +142,9 @@ def exit_with_error(message: object, max_length: int = 900) -> NoReturn:
 @contextlib.contextmanager
 def exit_on_mistakes() -> Iterator[None]:
     """
-    If ValueError or OSError is raised inside the block, print it in one line and end the process.
+    If the block raises ValueError or OSError, print the error in one line and end the process.
 
-    This function can also be used as a decorator.
+    The context manager can also be used as a decorator.
     """
     try:
         yield
@@ -157,8 +157,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
-        self.register("type", None, _check_flag_value)
-        self.register("type", Path, lambda value: Path(_check_flag_value(value)))
+        self.register("type", None, _check_nonempty_printable_text)
+        self.register("type", Path, lambda value: Path(_check_nonempty_printable_text(value)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse flags like argparse, but also accept underscores in the names of flags."""
@@ -177,7 +177,7 @@ class Parser(argparse.ArgumentParser):
         """Print a mistake in the flags in one line, and end the process."""
         words = message.partition("unrecognized arguments: ")[2].split()
         if words:
-            # This length is enough for all flags of a TRL script.
+            # 6000 characters are enough to explain every flag of a TRL script
             exit_with_error(self._explain_unknown_flags(words), max_length=6000)
         message = message.replace("invalid int value:", "not a whole number:")
         message = message.replace("invalid float value:", "not a number:")
@@ -196,15 +196,16 @@ class Parser(argparse.ArgumentParser):
         return ". ".join(dict.fromkeys(sentences))
 
 
-def _check_flag_value(text: str) -> str:
+def _check_nonempty_printable_text(text: str) -> str:
     """
-    Return the text that was given to a flag, after checking that it is usable.
+    Return the value of a flag unchanged, after checking it.
 
-    An empty text is an error, because it usually comes from a shell variable that is not set. A
-    control character is an error, because a terminal would act on it whenever the text is printed.
+    Raises ArgumentTypeError if the value is empty or contains a control character. An empty value
+    usually comes from a shell variable that is not set. A control character would affect the
+    terminal whenever the value is printed.
     """
     if not text.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} is empty; give a value or leave the flag out")
+        raise argparse.ArgumentTypeError(f"{text!r} is empty; give a value, or leave out the flag")
     if CONTROL.search(text):
         raise argparse.ArgumentTypeError(
             f"{text!r:.60} contains a control character; remove the control character"
@@ -221,7 +222,7 @@ _MAYBE_LATEX = re.compile(r"\\[tr](?=[A-Za-z])")
 _CHARACTERS = {"n": ("\n", "a line break"), "t": ("\t", "a tab"), "r": ("\r", "a carriage return")}
 
 
-def parse_stop_text(word: str) -> str:
+def parse_stop_text_and_print_notes(word: str) -> str:
     r"""
     Return a stop text from a flag, with escapes such as `\n` replaced by the characters they mean.
 
@@ -232,12 +233,13 @@ def parse_stop_text(word: str) -> str:
 
     Prints a line on stderr for each escape.
     """
+    # an escape -> the rest of the line about it
     notes = {
-        escape: "is used as two characters; to give a control character in Bash, write $'...'"
+        escape: "is left as two characters; to give a control character in Bash, write $'...'"
         for escape in _MAYBE_LATEX.findall(word)
     }
 
-    def replace_escape(match: re.Match[str]) -> str:
+    def replace_and_note_escape(match: re.Match[str]) -> str:
         code = match[1]
         if code[0] == "\\":
             return code
@@ -252,13 +254,13 @@ def parse_stop_text(word: str) -> str:
         )
         return character
 
-    text = _ESCAPE.sub(replace_escape, word)
+    text = _ESCAPE.sub(replace_and_note_escape, word)
     for escape, note in notes.items():
         print(escape_invisible(f"--stop {word:.60}: {escape} {note}"), file=sys.stderr)
     return text
 
 
-def parse_seeds(text: str) -> int | list[int]:
+def parse_seed_count_or_list(text: str) -> int | list[int]:
     """Return the number of seeds for a text such as "3", or a list of seeds for "1,2,5"."""
     numbers = []
     for part in text.removesuffix(",").split(","):
@@ -270,7 +272,7 @@ def parse_seeds(text: str) -> int | list[int]:
     if "," in text and -1 not in numbers and len(set(numbers)) == len(numbers):
         return numbers
     raise argparse.ArgumentTypeError(
-        f"{text!r:.60} is neither a number of seeds from 1 to 1000 nor a list of different seeds, "
+        f"{text!r:.60} is neither a number of seeds, from 1 to 1000, nor a list of different seeds "
         "such as 1,2,5"
     )
 
@@ -294,7 +296,7 @@ def explain_missing_run(folder: str | Path) -> str:
 
 def check_minimums(args: argparse.Namespace, **minimums: float) -> None:
     """
-    Raise ValueError if the value of a flag is below its minimum or is not below 2^64.
+    Raise ValueError if the value of a flag is below its minimum, or is 2^64 or more.
 
     None and "auto" are always accepted.
     """
@@ -313,9 +315,9 @@ def setting(default: Any, help_text: str, **metadata: Any) -> Any:
     Declare a dataclass field that defines a setting and its flag.
 
     default: the default value, or a function that returns the default value.
-    metadata: `low` and `high`, the allowed range; `parse`, a function that parses each word of the
-        flag; `metavar`, the name of the value in --help; and the metadata that config.py documents.
-        All are optional.
+    metadata: optionally, `low` and `high`, the limits of the allowed range; `parse`, a function
+        that parses each word after the flag; `metavar`, the name of the value in --help; and the
+        metadata that config.py documents.
     """
     metadata = {"help": help_text, **metadata}
     if callable(default):
@@ -323,7 +325,7 @@ def setting(default: Any, help_text: str, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-USER_FUNCTION = "FILE.py:function"  # the choice in --help for a user's own function
+USER_FUNCTION = "FILE.py:function"  # how --help shows that a setting accepts a user's function
 
 
 class Setting(NamedTuple):
@@ -338,7 +340,7 @@ class Setting(NamedTuple):
 
     @property
     def value_type(self) -> Any:
-        """The type of the setting, leaving out None: `list`, `dict`, or a type such as `str`."""
+        """The type of a value that is not None: `list`, `dict`, or a type such as `str`."""
         origin = get_origin(self.field.type)
         args = get_args(self.field.type)
         if type(None) in args:
@@ -390,7 +392,7 @@ def add_flags(
     """
     Add a flag to the parser for each setting. If a flag is not given, its value is None.
 
-    show_all: whether --help shows all flags, or only the flags that are marked with `first`.
+    show_all: whether --help shows all flags, or only those whose metadata have `first`.
     """
     groups: dict[str, Any] = {}
     for setting in settings:
@@ -434,10 +436,10 @@ def _add_flag(group: Any, setting: Setting, show_all: bool) -> None:
 TYPE_NAMES = {
     int: "a whole number",
     float: "a finite number",
-    str: "a text",
+    str: "a string",
     bool: "true or false",
-    list: "a list of texts",
-    dict: "finite numbers by name, such as correct=1,rubric=0.5",
+    list: "a list of strings",
+    dict: "a list of names with finite numbers, such as correct=1,rubric=0.5",
 }
 
 
@@ -445,7 +447,7 @@ def parse_setting(setting: Setting, value: Any) -> Any:
     """
     Convert the value of a setting to the type of the setting, and check the value.
 
-    Values from TRL are translated. If the type is `list`, a single text becomes a list of one text.
+    Values from TRL are translated. If the type is `list`, a string becomes a list of one string.
 
     value: the text of a flag, a value from YAML, or an argument of a Python function.
 
@@ -458,7 +460,7 @@ def parse_setting(setting: Setting, value: Any) -> Any:
     value_type = setting.value_type
     try:
         if value_type is list:
-            parsed = _parse_list(setting.key, value)
+            parsed = _make_list_and_translate_trl(setting.key, value)
         else:
             parsed = _convert_strictly(value_type, _translate_trl_value(setting.key, value))
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -473,8 +475,8 @@ def parse_setting(setting: Setting, value: Any) -> Any:
     return parsed
 
 
-def _parse_list(key: str, value: Any) -> list[Any]:
-    """Return the value of a list setting as a list, with translated TRL values."""
+def _make_list_and_translate_trl(key: str, value: Any) -> list[Any]:
+    """Return the value of a list setting as a list in which TRL values are translated."""
     values = [value] if isinstance(value, str) else value
     translated = [_translate_trl_value(key, item) for item in _convert_strictly(list, values)]
     return [item for item in translated if item is not None]
@@ -482,7 +484,7 @@ def _parse_list(key: str, value: Any) -> list[Any]:
 
 def _check_text_or_choice(setting: Setting, text: Any, whole_value: Any) -> None:
     """
-    Raise ValueError if `text` is not a str, has control characters or is not an allowed choice.
+    Raise ValueError if `text` is not a str, has a control character, or is not an allowed choice.
 
     whole_value: the value that the user gave, of which `text` may be one item.
     """
@@ -515,9 +517,9 @@ def _check_range(setting: Setting, value: Any) -> None:
 
 def _make_value_error(setting: Setting, value: Any, must_be: str) -> ValueError:
     """
-    Return an error which says that the setting has this value but "must be" something else.
+    Return an error that names a setting and its value, and says what the value must be.
 
-    If TRL uses the value, the error also explains what to use instead.
+    If TRL uses the value, the error also says what to use instead.
     """
     message = f"{flag_of(setting.key)} is {reprlib.repr(value)}; it must be {must_be}"
     trl_value = f"{setting.key} {value}".lower()
@@ -530,10 +532,11 @@ def _make_value_error(setting: Setting, value: Any, must_be: str) -> ValueError:
 
 def _convert_strictly(target_type: Any, value: Any) -> Any:
     """
-    Convert the text of a number to int or float, and check that any other value has the type.
+    Return the value if it has the target type. Text for a number or a dict is converted first.
 
-    Raises ValueError if the value does not have the type. A bool or an infinite value is not
-    accepted as a number.
+    An int also counts as a float. A bool, nan or an infinite value does not count as a number.
+
+    Raises ValueError if the value does not have the target type.
     """
     if target_type is dict:
         return _parse_numbers_by_name(value)

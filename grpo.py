@@ -27,9 +27,9 @@ SIGNAL_FLOOR = 0.01
 # e^80 is finite in float32, but e^89 is inf, and its gradient through a clip is 0 * inf = nan
 LARGEST_LOG_RATIO = 80.0
 # If a token is e^9 times likelier under the reference than under the policy, its KL term is 8093
-# and the slope of the term is 8102. For larger ratios, term and slope keep these values. Otherwise
-# the exponentials of a few tokens would dominate the loss of the whole step, and from e^89 on they
-# would be infinite.
+# and the slope of the term is 8102. For larger ratios, the term and its slope keep these values.
+# Otherwise the exponentials of a few tokens would dominate the loss of the whole step, and would be
+# infinite from a ratio of e^89 on.
 LARGEST_KL_LOG_RATIO = 9.0
 SMALLEST_DEVIATION = 1e-4  # added to every standard deviation that is used as a divisor
 
@@ -45,8 +45,8 @@ class Objective(NamedTuple):
     importance_sampling_level: str = "token"  # see `importance_ratio`
     epsilon: float = 0.2  # the ratio is clipped below at 1 - epsilon
 
-    # The ratio is clipped above at 1 + epsilon_high; for cispo, at epsilon_high. None stands for
-    # the value of epsilon.
+    # The ratio is clipped above at 1 + epsilon_high, or for cispo, at epsilon_high. None means the
+    # value of epsilon.
     epsilon_high: float | None = None
     beta: float = 0.0  # weight of the KL term
     entropy_coef: float = 0.0  # weight of the entropy bonus
@@ -68,8 +68,8 @@ class Tokens(NamedTuple):
     """
 
     logprobs: mx.array  # log-probabilities under the policy, in nats, with a gradient
-    # log-probabilities under the policy before the update, in nats; in the rows of a replayed
-    # sample, those of the sampler, unless `importance_sampling_correction` is set
+    # log-probabilities under the policy before the update, in nats; for a replayed sample, those
+    # that the sampler recorded, unless `importance_sampling_correction` is set
     old_logprobs: mx.array
     advantages: mx.array  # (M,); or (M, T) if the tokens of a row have different advantages
     mask: mx.array  # 1 for a token that counts in the loss, 0 for padding
@@ -80,14 +80,15 @@ class Tokens(NamedTuple):
     num_items: float | None = None
     # the number of rows in the whole step; None if these rows are the whole step
     num_rows: float | None = None
-    # the divergence between teacher and policy at each token, with a gradient; for "distill" only
+    # the divergence between teacher and policy at each token, with a gradient; None except for
+    # "distill"
     divergences: mx.array | None = None
     # (M, 1): the number of tokens that each token represents in statistics; above 1 only if the
     # advantage is 0
     weights: mx.array | None = None
 
-    # Entropies of the policy, in nats, with a gradient. A loss that only weights tokens by their
-    # entropies must call mx.stop_gradient on them.
+    # entropies of the policy, in nats, with a gradient; a loss that uses them only as weights of
+    # tokens must call mx.stop_gradient on them
     entropies: mx.array | None = None
 
     # log-probabilities recorded by the sampler, in nats; None for given replies
@@ -108,13 +109,21 @@ LossFunction = Callable[[Tokens, Objective], Loss]
 
 
 def subtract_mean(offsets: np.ndarray, is_compared: np.ndarray) -> np.ndarray:
-    """Each reward minus the mean reward of its row."""
+    """
+    Each entry minus the mean of the entries in its row that are compared.
+
+    `Baseline.subtract` describes the arguments.
+    """
     num_compared = np.maximum(is_compared.sum(axis=1, keepdims=True), 1)
     return offsets - offsets.sum(axis=1, keepdims=True) / num_compared
 
 
 def subtract_mean_of_others(offsets: np.ndarray, is_compared: np.ndarray) -> np.ndarray:
-    """Each reward minus the mean of the other rewards in its row. Source: RLOO, eq. 7."""
+    """
+    Each entry minus the mean of the other compared entries in its row.
+
+    `Baseline.subtract` describes the arguments. Source: RLOO, arXiv:2402.14740, eq. 7.
+    """
     num_compared = is_compared.sum(axis=1, keepdims=True)
     # reward - mean(others) = (reward - mean(all)) * G / (G - 1)
     factor = np.maximum(num_compared, 1) / np.maximum(num_compared - 1, 1)
@@ -124,15 +133,16 @@ def subtract_mean_of_others(offsets: np.ndarray, is_compared: np.ndarray) -> np.
 class Baseline(NamedTuple):
     """A baseline of the advantages: which rewards it compares, and what it subtracts from each."""
 
-    compares_step: bool  # whether a reward is compared with the whole step, or with its group
+    compares_step: bool  # True: compares a reward with the whole step; False: with its group
 
-    # (C, K) rewards minus the first reward of the row, which are 0 where a reward is missing, and
-    # (C, K) bool, whether there is a reward -> (C, K) rewards minus the baseline. A row contains
-    # the rewards that are compared with each other.
+    # Returns the rewards minus the baseline. Each row of the two arguments, which have the same
+    # shape, contains the rewards that are compared with each other. The first argument is each
+    # reward minus the first reward of its row, or 0 if the reward is missing. The second argument
+    # is a boolean array that says which rewards are present.
     subtract: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-# The values of --advantage. tests/test_baselines.py tries each of them.
+# by the values of --advantage; tests/test_baselines.py tries each of them
 BASELINES: dict[str, Baseline] = {
     "group": Baseline(False, subtract_mean),
     "rloo": Baseline(False, subtract_mean_of_others),
@@ -151,24 +161,23 @@ def group_advantages(
     """
     The advantage of each completion over a baseline, (B, G) float64 -> (B, G) float32.
 
-    A group with fewer than G completions, or without any, is filled up with nan rewards, whose
-    advantages are 0.
+    The reward of a missing completion is nan, and its advantage is 0.
 
-    baseline: a key of BASELINES, which names the completions whose mean reward is the baseline.
-    "group" means all completions in
-    the same group, "rloo" means the other completions in the same group, and "reinforce" means all
+    baseline: which completions' mean reward is the baseline. "group" means all completions in the
+    same group, "rloo" means the other completions in the same group, and "reinforce" means all
     completions in the step.
 
-    scale: the number by which the differences from the baseline are divided. "group" means the
-    standard deviation of the group (GRPO), "batch" means the standard deviation of the step, "mean"
-    means the mean reward of the group (MaxRL), and "none" means 1 (RLOO). With "mean", if every
-    reward is 0 or 1, the expected gradient is that of log p to order G - 1, where p is the
-    probability of a right answer. For other rewards, the divisor is raised to at least 1 / G of the
-    range of the group's rewards, so that no advantage exceeds G.
+    scale: what the differences from the baseline are divided by. "group" means the standard
+    deviation of the group (GRPO), "batch" means the standard deviation of the step, "mean" means
+    the mean reward of the group (MaxRL), and "none" means 1 (RLOO). With "mean", if every reward is
+    0 or 1, the expected gradient is that of log p to order G - 1, where p is the probability of a
+    right answer. For other rewards, the divisor is at least 1 / G of the range of the group's
+    rewards, so that no advantage exceeds G.
 
-    signal_floor: the largest range of rewards that counts as noise, as a fraction of (the standard
-    deviation of the step + SMALLEST_DEVIATION). All advantages in a group with such a small range
-    (in the whole step for "reinforce") are exactly 0. Equal rewards always get exactly 0.
+    signal_floor: the largest range of rewards that counts as noise, as a fraction of the standard
+    deviation of the step (plus SMALLEST_DEVIATION). If the range of a group is that small, all its
+    advantages are exactly 0; for "reinforce", this applies to the whole step instead of a group. So
+    if all compared rewards are equal, the advantages are exactly 0.
 
     The first reward is subtracted from all rewards. Otherwise rounding would erase the differences
     between rewards that share a large offset, such as the number of seconds since 1970.
@@ -195,8 +204,8 @@ def group_advantages(
     compared = rewards.reshape(shape)
     is_compared = is_present.reshape(shape)
 
-    first_place = is_compared.argmax(axis=1)[:, None]
-    first_reward = np.take_along_axis(compared, first_place, axis=1)
+    first_index = is_compared.argmax(axis=1)[:, None]
+    first_reward = np.take_along_axis(compared, first_index, axis=1)
     offsets = np.where(is_compared, compared - first_reward, 0.0)
     least_range = signal_floor * (step_deviation + SMALLEST_DEVIATION)
     is_noise = np.ptp(offsets, axis=1, keepdims=True) <= least_range
@@ -225,24 +234,24 @@ def turn_advantages(
     turn_rewards: list[list[list[float]]], scale: str = "group", signal_floor: float = 0.0
 ) -> np.ndarray:
     """
-    Computes the advantage of each turn by comparing returns within the group.
+    The advantage of each turn, from comparing returns within the group, (B, G, K) float32.
 
-    turn_rewards: the rewards, indexed by group, row and turn. Returns (B, G, K) float32. The
-    advantages are 0 beyond the last turn of a row and beyond the last row of a group.
+    turn_rewards: the rewards, indexed by group, row and turn. The advantages are 0 beyond the last
+    turn of a row and beyond the last row of a group.
 
     The return of turn k is the sum of the rewards from turn k to the last turn. The baseline of
     turn k is the mean return of all rows in the group that have a turn k. The baseline adds no
-    bias, because whether a row has a turn k is known before that turn is written.
+    bias, because whether a row has a turn k does not depend on what the turn contains.
 
-    scale: "group" divides by the standard deviation of all differences in the group, where one
-    degree of freedom is subtracted for the mean of each turn. "none" does not divide.
+    scale: "group" divides by the standard deviation of all differences in the group, with one
+    degree of freedom less for the mean of each turn. "none" does not divide.
     signal_floor: see `group_advantages`.
 
     The result is the same as that of `group_advantages` if every row has one turn, and also if all
     rows have equally many turns and only the last turn is rewarded.
 
-    Sources: comparing the returns of turns within the group comes from GTPO, arXiv:2511.14846.
-    The standard deviation, chosen to agree with GRPO, is our own addition.
+    Source: GTPO, arXiv:2511.14846, compares the returns of turns within the group. The division by
+    the standard deviation is our addition, so that the result agrees with GRPO.
     """
     assert scale in ("group", "none"), scale
     most_rows = max(len(group) for group in turn_rewards)
@@ -284,9 +293,11 @@ def gdpo_decoupled_advantages(
     Advantages from K separately normalized rewards, (K, B, G) float64 -> (B, G) float32.
 
     Each reward is normalized within its group. The weighted sum of the normalized rewards is then
-    normalized over the step. Noise is recognized separately for each reward, from the standard
-    deviation of that reward. Missing completions have nan rewards, as in `group_advantages`. If no
-    reward differs within a group, all advantages of the group are exactly 0.
+    normalized over the step. Each reward has its own noise limit, a fraction of that reward's
+    standard deviation. Missing completions have nan rewards, as in `group_advantages`. If no reward
+    differs within a group, all advantages of the group are exactly 0.
+
+    signal_floor: see `group_advantages`.
 
     Source: GDPO, arXiv:2601.05242.
     """
@@ -320,8 +331,8 @@ def choose_rewards_of_largest_variance(rewards: np.ndarray, num_chosen: int) -> 
     indices = list(range(len(rewards)))
     if len(rewards) <= num_chosen:
         return indices
-    # Without these offsets from one reward, a large common offset would drown the differences in
-    # rounding errors.
+    # One reward is subtracted from all rewards. Otherwise, if they share a large offset, rounding
+    # errors would hide their differences.
     offsets = rewards - rewards[0]
     ascending = sorted(indices, key=lambda index: (offsets[index], index))
     descending = sorted(indices, key=lambda index: (-offsets[index], index))
@@ -360,16 +371,16 @@ def importance_ratio(
 
 def sampler_weights(tokens: Tokens, objective: Objective) -> mx.array | None:
     """
-    The weights of the policy terms that correct for samples of another policy; None for "off".
+    Weights that correct the policy terms for sampling from another policy; None for "off".
 
     The weight is pi_old / pi_sampler, at most `importance_sampling_cap`, without a gradient. pi_old
-    is the policy before the update, and pi_sampler has the log-probabilities that the sampler
-    recorded. `importance_sampling_correction` "token" gives the weight of each token, (M, T).
-    "sequence" gives the product of the token ratios of each row, (M, 1).
+    is the policy before the update, and pi_sampler is the policy that sampled the tokens.
+    `importance_sampling_correction` "token" gives the weight of each token, (M, T). "sequence"
+    gives the product of the token ratios of each row, (M, 1).
 
-    Values at padding have no influence, so a user's own loss can call this function, too.
+    Values at padding have no influence, so a user's own loss can call this function too.
 
-    Sources: truncated importance weights, IMPALA, arXiv:1802.01561; TRL 1.16 has them as
+    Sources: truncated importance weights are from IMPALA, arXiv:1802.01561. TRL 1.16 calls them
     `vllm_importance_sampling_correction`, with the modes token_truncate and sequence_truncate.
     """
     level = objective.importance_sampling_correction
@@ -389,14 +400,14 @@ class TermAndIsClipped(NamedTuple):
 
     term: mx.array  # (M, T)
 
-    # (M, T) whether clipping removed the gradient of the token, or for cispo, whether the ratio was
-    # capped; None if the term never clips
+    # (M, T) whether clipping removed the token's gradient, or for cispo, whether the token's ratio
+    # was capped; None if the term never clips
     is_clipped: mx.array | None
 
 
 def ppo_clipped_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> TermAndIsClipped:
     """
-    The term -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), where r is the ratio.
+    The term -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), for the ratio r and advantage A.
 
     If the two products are equal, the gradient is that of r A. mx.minimum and mx.clip would have no
     gradient where r is exactly a limit of the range, for example r = 1 with epsilon 0.
@@ -413,9 +424,9 @@ def ppo_clipped_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> T
 
 def cispo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> TermAndIsClipped:
     """
-    The term -sg(min(r, cap)) A log pi, where r is the ratio and sg stops the gradient.
+    The term -sg(min(r, cap)) A log pi, for the ratio r and advantage A; sg stops the gradient.
 
-    The cap limits only the weight of a token, so no token loses its gradient. Source:
+    The cap limits only the weight of a token, so no token loses its gradient. Source: MiniMax-M1,
     arXiv:2506.13585.
     """
     cap = objective.effective_epsilon_high
@@ -425,11 +436,12 @@ def cispo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> TermAnd
 
 def sapo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> TermAndIsClipped:
     """
-    The term -A sigmoid(t (r - 1)) 4 / t, where r is the ratio.
+    The term -A sigmoid(t (r - 1)) 4 / t, for the ratio r, advantage A and steepness t.
 
-    The term acts as a soft clip, whose slope is 1 at r = 1 and approaches 0 as r moves away from 1.
-    Where the advantage A is 0 or negative, t is larger, so the slope approaches 0 sooner. Source:
-    arXiv:2511.20347.
+    This is a soft clip: divided by -A, its slope is 1 at r = 1 and approaches 0 as r moves away
+    from 1. If A is 0 or negative, t is larger, so the slope approaches 0 sooner.
+
+    Source: SAPO, arXiv:2511.20347.
     """
     temperature = mx.where(tokens.advantages > 0, *SAPO_TEMPERATURES)
     gate = mx.sigmoid(temperature * (ratio - 1))
@@ -440,9 +452,9 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     """
     An estimate of KL(policy, reference) at each token: exp(d) - d - 1.
 
-    Here d is the log-probability under the reference minus that under the policy. The estimate is
-    never negative. Estimate and gradient are 0 where policy and reference agree. If d exceeds
-    `LARGEST_KL_LOG_RATIO`, estimate and gradient stay at their values for that limit, so they are
+    Here d is the log-probability under the reference minus the one under the policy. The estimate
+    is never negative. The estimate and its gradient are 0 where policy and reference agree. If d
+    exceeds `LARGEST_KL_LOG_RATIO`, both keep the values that they have at this limit. So they are
     finite, and the gradient still raises the token's log-probability.
 
     Sources: k3 of Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath,
@@ -450,7 +462,7 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     """
     log_ratio = ref_logprobs - logprobs
     bounded = mx.stop_gradient(mx.minimum(log_ratio, LARGEST_KL_LOG_RATIO))
-    # adds 0 to the value, but restores the gradient that stop_gradient removed
+    # this adds 0 to the value, but restores the gradient that stop_gradient removed
     bounded = bounded + (log_ratio - mx.stop_gradient(log_ratio))
     return mx.exp(bounded) - bounded - 1
 
@@ -460,7 +472,7 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
 
 def mean_of_tokens(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
     """
-    The sum over the tokens, divided by the number of counted tokens in the step.
+    The sum over the counted tokens, divided by the number of counted tokens in the whole step.
 
     All tokens have the same weight.
 
@@ -482,7 +494,7 @@ def mean_of_row_means(per_token: mx.array, tokens: Tokens, objective: Objective)
 
 def mean_over_max_tokens(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
     """
-    The sum over the tokens, divided by (the number of rows in the step * max_tokens).
+    The sum over the counted tokens, divided by the number of rows in the step times max_tokens.
 
     A token has the same weight in a long answer as in a short one.
 
@@ -507,23 +519,21 @@ def _num_step_rows(tokens: Tokens) -> float:
 # ---- losses
 
 
-def zero_and_detach_outside_mask(tokens: Tokens) -> Tokens:
+def zero_padding_and_detach_non_policy(tokens: Tokens) -> Tokens:
     """
-    The tokens with all values at padding set to 0. Only policy values keep their gradients.
+    The tokens with 0 at padding. Only `logprobs` and `entropies` keep their gradients.
 
-    The policy values are `logprobs` and `entropies`.
-
-    Values at padding are arbitrary. If the exponential of such a value were inf, inf * 0 would be
-    nan. The advantages are returned as (M, T) or (M, 1).
+    Values at padding are arbitrary. The exponential of such a value might be inf, and inf * 0 in a
+    masked sum would be nan. The returned advantages are (M, T) or (M, 1).
     """
 
-    def zero_column_and_detach(column: mx.array) -> mx.array:
+    def zero_padding_and_detach(column: mx.array) -> mx.array:
         """The column with 0 at padding, and without a gradient."""
         return mx.where(tokens.mask > 0, mx.stop_gradient(column), 0.0)
 
-    def zero_optional_column_and_detach(column: mx.array | None) -> mx.array | None:
+    def zero_padding_and_detach_optional(column: mx.array | None) -> mx.array | None:
         """The column with 0 at padding, and without a gradient; None if the column is None."""
-        return None if column is None else zero_column_and_detach(column)
+        return None if column is None else zero_padding_and_detach(column)
 
     advantages = tokens.advantages
     if advantages.ndim == 1:
@@ -533,10 +543,10 @@ def zero_and_detach_outside_mask(tokens: Tokens) -> Tokens:
         entropies = mx.where(tokens.mask > 0, entropies, 0.0)
     return tokens._replace(
         logprobs=mx.where(tokens.mask > 0, tokens.logprobs, 0.0),
-        old_logprobs=zero_column_and_detach(tokens.old_logprobs),
-        ref_logprobs=zero_optional_column_and_detach(tokens.ref_logprobs),
+        old_logprobs=zero_padding_and_detach(tokens.old_logprobs),
+        ref_logprobs=zero_padding_and_detach_optional(tokens.ref_logprobs),
         entropies=entropies,
-        sampled_logprobs=zero_optional_column_and_detach(tokens.sampled_logprobs),
+        sampled_logprobs=zero_padding_and_detach_optional(tokens.sampled_logprobs),
         advantages=mx.stop_gradient(advantages),
     )
 
@@ -546,21 +556,19 @@ def make_policy_loss(
     average: Callable[[mx.array, Tokens, Objective], mx.array],
 ) -> LossFunction:
     """
-    Returns a loss function that averages weight * term + beta * KL - entropy_coef * entropy over
-    the counted tokens.
+    Returns a loss function that averages a term, a KL penalty and an entropy bonus over the tokens.
 
-    The weight is 1, unless `importance_sampling_correction` is set (see `sampler_weights`).
+    The average is over weight * term + beta * KL - entropy_coef * entropy. The weight is 1 unless
+    `importance_sampling_correction` is set (see `sampler_weights`). The statistics of the loss
+    contain `clip_frac` if the term can clip, and `kl` if there is a reference.
 
-    term: a function of the ratio, the tokens and the objective. The tokens that are passed to this
-    function have the value 0 at padding, and their advantages are (M, T) or (M, 1).
-
-    The loss function returns the sum `clip_frac` if the term can clip, and the sum `kl` if there is
-    a reference.
+    term: a function of the ratio, the tokens and the objective. The tokens that it gets have the
+    value 0 at padding, and their advantages are (M, T) or (M, 1).
     """
 
     def policy_loss(tokens: Tokens, objective: Objective) -> Loss:
         """The average loss of the counted tokens, and the sums for statistics."""
-        tokens = zero_and_detach_outside_mask(tokens)
+        tokens = zero_padding_and_detach_non_policy(tokens)
         level = objective.importance_sampling_level
         ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs, tokens.mask, level)
         per_token, is_clipped = term(ratio, tokens, objective)

@@ -7,8 +7,8 @@ between the matmuls is in layers/. `save` writes a model in the Hugging Face lay
 are unpacked when a model is loaded, but the weights of a frozen model may stay packed.
 
 Mixtures of experts and sliding windows are not supported. If a checkpoint needs an unsupported
-feature, loading the checkpoint raises an error that names this feature. disk/model_choice.py
-chooses the model of a command, and doctor.py checks the installation.
+feature, loading it raises an error that names the feature. disk/model_choice.py chooses the model
+of a command, and doctor.py checks the installation.
 
 Axes: N rows, L positions, C hidden width, H query heads, K key and value heads, D head width,
 V vocabulary, W window of a convolution.
@@ -30,7 +30,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from disk import adapters, ends, hub, model_choice
-from kv_cache import CAUSAL, AttentionLayout, Cache, DeltaState, KVCache, SlotCache
+from kv_cache import CAUSAL, AttentionMasks, Cache, GatedDeltaState, KVCache, SlotCache
 from layers import attention, delta, ops, probe, softmax
 from layers.tree_cache import TreeLayer
 from machine import alive, cpu, gpu, kernels, memory
@@ -38,12 +38,14 @@ from machine import alive, cpu, gpu, kernels, memory
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
-def default_dtype() -> mx.Dtype:
+def dtype_from_env_or_device() -> mx.Dtype:
     """
-    The data type that the environment variable `GWEN_DTYPE` names.
+    The dtype that the environment variable `GWEN_DTYPE` names.
 
-    If the variable is not set, the type is float16 on a GPU, and float32 on a CPU, because a CPU
-    has no 16-bit BLAS. Raises ValueError if the name is unknown.
+    If the variable is not set, the dtype is float16 on a GPU and float32 on a CPU, because a CPU
+    has no 16-bit BLAS.
+
+    Raises ValueError if the variable names no dtype in `DTYPES`.
     """
     usual = "float16" if gpu.on_gpu() else "float32"
     name = os.environ.get("GWEN_DTYPE", usual)
@@ -63,13 +65,12 @@ class RMSNorm(nn.Module):
         self.weight = mx.full((size,), 1 - offset)
         self.eps = eps
         self.offset = offset
-        self._scale: tuple[
-            mx.array, ...
-        ] = ()  # the weight, and the scale computed from this weight
+        # the weight and the scale computed from it, or () before the first computation
+        self._scale: tuple[mx.array, ...] = ()
 
     @property
     def scale(self) -> mx.array:
-        """The sum offset + weight, which is computed again only if the weight has changed."""
+        """The sum offset + weight, which is recomputed only if the weight has changed."""
         if not self.offset:
             return self.weight
         if not self._scale or self._scale[0] is not self.weight:
@@ -91,15 +92,15 @@ class LayerContext(NamedTuple):
     """The inputs of a layer in a forward pass, other than the hidden states."""
 
     rotation: ops.Rotation  # encodes the positions of the tokens
-    layout: AttentionLayout  # which earlier tokens each token attends to
+    masks: AttentionMasks  # which earlier tokens each token attends to
     state: Any  # the layer's cache of earlier tokens; None if there is no cache
 
 
-# queries, keys, values and gates; see `Attention.project_and_rotate`
+# queries, keys, values and gates; see `AttentionProjections.project_and_rotate`
 Projections = tuple[mx.array, mx.array, mx.array, mx.array | None]
 
 
-class Attention(nn.Module):
+class AttentionProjections(nn.Module):
     """The projections of softmax attention. The attention itself is in layers/attention.py."""
 
     def __init__(self, config: hub.ModelConfig, kind: str):
@@ -123,8 +124,7 @@ class Attention(nn.Module):
         """
         The queries (N, H, L, D), the keys and values (N, K, L, D), and the output gates.
 
-        The gates are (N, L, H, D), before the sigmoid. If the family of models has no output gates,
-        the gates are None.
+        The gates are (N, L, H, D), before the sigmoid, or None if the model has no output gates.
         """
         # (N, L, H + 2K, D), or with gates (N, L, 2H + 2K, D)
         qkv = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
@@ -152,9 +152,9 @@ class Attention(nn.Module):
 
 class GatedDeltaNet(nn.Module):
     """
-    A layer of linear attention, which is explained in layers/delta.py.
+    Linear attention, which layers/delta.py explains.
 
-    The layer stores a memory of fixed size instead of keys and values.
+    The layer keeps a memory of fixed size instead of keys and values.
     """
 
     def __init__(self, config: hub.ModelConfig):
@@ -162,7 +162,7 @@ class GatedDeltaNet(nn.Module):
         assert config.delta is not None
         self.sizes = config.delta
         num_heads = config.delta.num_value_heads
-        # the numbers of output rows for the convolved channels, the gates, beta and the decay
+        # the widths of the four outputs of in_proj: convolved channels, gates, beta and decay
         widths = hub.count_part_rows(config, "linear_attn.in_proj")
         self.split_points = [sum(widths[: i + 1]) for i in range(3)]
         self.in_proj = nn.Linear(config.hidden_size, sum(widths), bias=False)
@@ -176,7 +176,7 @@ class GatedDeltaNet(nn.Module):
     def __call__(self, x: mx.array, context: LayerContext) -> mx.array:
         num_rows, length, _ = x.shape
         sizes = self.sizes
-        spans = context.layout.spans
+        spans = context.masks.spans
 
         channels, gates, beta, decay = mx.split(self.in_proj(x), self.split_points, axis=-1)
         beta = mx.sigmoid(beta.astype(mx.float32))
@@ -190,7 +190,7 @@ class GatedDeltaNet(nn.Module):
             beta = mx.where(is_token, beta, 0)
             log_decay = mx.where(is_token, log_decay, 0)
 
-        past = None if context.state is None else context.state.current_state
+        past = None if context.state is None else context.state.state_before_next_tokens
         earlier_channels, memory = past or sizes.empty_state(num_rows, x.dtype)
         window = mx.concatenate([earlier_channels, channels], axis=1)  # (N, W - 1 + L, channels)
         mixed = delta.convolve_with_silu(window, self.conv1d.weight).astype(mx.float32)
@@ -238,7 +238,7 @@ class Block(nn.Module):
         if self.is_linear:
             self.linear_attn = GatedDeltaNet(config)
         else:
-            self.self_attn = Attention(config, kind)
+            self.self_attn = AttentionProjections(config, kind)
         self.mlp = MLP(config)
         norm_offset = config.family.norm_offset
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, norm_offset)
@@ -258,7 +258,7 @@ class Block(nn.Module):
         parts = [(keys, values)]
         if context.state is not None:
             parts = context.state.update(keys, values)
-        attended = attention.attend_to_parts(queries, parts, context.layout)
+        attended = attention.attend_to_parts(queries, parts, context.masks)
         return self.run_after_attention(x, attended, gates)
 
     def run_up_to_attention(
@@ -287,8 +287,8 @@ def run_layer_with_gradient_checkpoint(
     Runs a layer without keeping its activations in memory. Returns (x + delta, None).
 
     The backward pass computes the layer again. MLX keeps the outputs of a checkpoint in memory for
-    as long as the inputs. So the layer has a single output, the residual stream with the last delta
-    added, which is the only input of the next layer.
+    as long as its inputs. So the layer has a single output: the residual stream, to which the last
+    delta has been added. This is the only input of the next layer.
 
     `mx.checkpoint` differentiates only with respect to its arguments. So the layer's weights are
     passed as an argument; a checkpoint of the module itself would drop their gradients. The states
@@ -296,11 +296,11 @@ def run_layer_with_gradient_checkpoint(
     the shared prompt. Integers and masks need no gradient, so they are captured by the closure.
     """
     state = context.state
-    is_replaced = isinstance(state, TreeLayer | DeltaState | None)
+    is_replaced = isinstance(state, TreeLayer | GatedDeltaState | None)
     assert is_replaced, "a layer that writes to its cache in place cannot be computed again"
 
     def run_layer(weights: Any, x: mx.array, earlier_parts: Any) -> tuple[mx.array, Any]:
-        """Runs the layer with the given weights. Returns x + delta and the layer's new state."""
+        """Runs the layer with these weights. Returns x + delta and the parts added to the cache."""
         layer_weights = layer.trainable_parameters()
         layer.update(weights)
         level = None if state is None else type(state)(list(earlier_parts))
@@ -358,16 +358,16 @@ class Model(nn.Module):
         x = self.embed_tokens(tokens)
         if cache is None:
             offsets = mx.zeros((num_rows,), dtype=mx.int32)
-            layout = CAUSAL
+            masks = CAUSAL
         else:
             offsets = cache.next_positions(num_rows)
-            layout = cache.layout(length)
+            masks = cache.attention_masks(length)
         rotation = self._rope.make_rotation(offsets, length)
 
         delta = None
         for index, layer in enumerate(self.layers):
             state = None if cache is None else cache.layers[index]
-            context = LayerContext(rotation, layout, state)
+            context = LayerContext(rotation, masks, state)
             if 0 <= index - self.first_trained_layer < checkpoint_layers:
                 x, delta = run_layer_with_gradient_checkpoint(layer, x, delta, context)
             else:
@@ -384,8 +384,8 @@ class Model(nn.Module):
 # ---- decoding one token per row
 
 
-DecodeStep = Callable[[mx.array, Cache], mx.array]
-LEAST_COMPILED = 512  # on a CPU, only models of at least this hidden size are compiled
+DecodeToHiddenStep = Callable[[mx.array, Cache], mx.array]
+LEAST_COMPILED = 512  # on a CPU, only models with at least this hidden size are compiled
 
 
 class CompiledSegment(NamedTuple):
@@ -419,34 +419,34 @@ def compile_between_attentions(model: Model, before: int, after: int) -> Compile
         delta = None
         if before >= 0:
             x, delta = layers[before].run_after_attention(x, *attended)
-        nets = [DeltaState([state]) for state in states]
+        nets = [GatedDeltaState([state]) for state in states]
         for index, net in zip(linear_layers, nets, strict=True):
             x, delta = layers[index](x, delta, LayerContext(rotation, CAUSAL, net))
         if after == len(layers):
             hidden = model.norm.add_and_normalize(x, delta)[1]
-            return hidden, [net.current_state for net in nets]
+            return hidden, [net.state_before_next_tokens for net in nets]
         x, projections = layers[after].run_up_to_attention(x, delta, rotation)
         arrays = [array for array in projections if array is not None]
-        return (x, arrays), [net.current_state for net in nets]
+        return (x, arrays), [net.state_before_next_tokens for net in nets]
 
     return CompiledSegment(linear_layers, mx.compile(run_segment))
 
 
-def make_decode_step(model: Model) -> DecodeStep:
+def make_decode_to_hidden_step(model: Model) -> DecodeToHiddenStep:
     """
-    Makes a faster function that computes `model.hidden` for one token per row.
+    Makes a faster version of `model.hidden` for one token per row.
 
-    The function uses the weights that the model has now. The computation between attentions is
-    compiled, so that Python builds the graph of a step in a quarter of the time. A compiled
-    function is traced once for each number of rows. Attention and its caches change their shape in
-    every step, so they are not compiled. The states of gated delta nets keep their shape, so their
-    updates are compiled.
+    The returned function uses the weights that the model has now. The computation between
+    attentions is compiled, so that Python needs only a quarter of the time to build the graph of a
+    step. A compiled function is traced once for each number of rows. Attention and its caches
+    change their shape in every step, so they are not compiled. The states of gated delta nets keep
+    their shape, so their updates are compiled.
 
-    On a CPU, g++ needs ten seconds to compile the loops of a model, once per model. For small
-    models, such as those in tests, compiling is not worth this time.
+    On a CPU, g++ needs ten seconds to compile the loops of a model. This is not worthwhile for a
+    small model, such as those in tests, so `model.hidden` itself is returned.
     """
     is_small = model.config.hidden_size < LEAST_COMPILED
-    if not gpu.on_gpu() and (is_small or not cpu.can_compile_loops()):
+    if not gpu.on_gpu() and (is_small or not cpu.try_to_compile_loops()):
         return model.hidden
     layers = model.layers
     rope = model._rope
@@ -457,15 +457,17 @@ def make_decode_step(model: Model) -> DecodeStep:
         for before, after in itertools.pairwise(boundaries)
     ]
 
-    def decode_one_token(tokens: mx.array, cache: Cache) -> mx.array:
+    def decode_one_token_to_hidden(tokens: mx.array, cache: Cache) -> mx.array:
         """The final hidden states of one token per row, (N, 1) -> (N, 1, C)."""
         _, *optional_arrays = rope.make_rotation(cache.next_positions(len(tokens)), 1)
         rotation_arrays = [array for array in optional_arrays if array is not None]
-        layout = cache.layout(1)
+        masks = cache.attention_masks(1)
         x = model.embed_tokens(tokens)
         attended: list[mx.array] = []
         for segment, layer in zip(segments, boundaries[1:], strict=True):
-            states = [cache.layers[index].current_state for index in segment.linear_layers]
+            states = [
+                cache.layers[index].state_before_next_tokens for index in segment.linear_layers
+            ]
             result, new_states = segment.run(x, attended, rotation_arrays, states)
             for index, state in zip(segment.linear_layers, new_states, strict=True):
                 cache.layers[index].update(*state)
@@ -473,23 +475,23 @@ def make_decode_step(model: Model) -> DecodeStep:
                 break
             x, (queries, keys, values, *gates) = result
             parts = cache.layers[layer].update(keys, values)
-            attended = [attention.attend_to_parts(queries, parts, layout), *gates]
+            attended = [attention.attend_to_parts(queries, parts, masks), *gates]
         cache.advance(1)
         return result
 
     compiled_sizes: set[int] = set()  # the numbers of rows for which the loops are compiled
 
-    def decode_one_token_with_build_lock(tokens: mx.array, cache: Cache) -> mx.array:
-        """Decodes one token per row. On a CPU, only one process at a time compiles the loops."""
+    def decode_to_hidden_with_build_lock(tokens: mx.array, cache: Cache) -> mx.array:
+        """The same result. On a CPU, only one process at a time compiles the loops."""
         if gpu.on_gpu() or len(tokens) in compiled_sizes:
-            return decode_one_token(tokens, cache)
+            return decode_one_token_to_hidden(tokens, cache)
         with cpu.hold_build_lock():
-            hidden = decode_one_token(tokens, cache)
+            hidden = decode_one_token_to_hidden(tokens, cache)
             mx.eval(hidden)
         compiled_sizes.add(len(tokens))
         return hidden
 
-    return decode_one_token_with_build_lock
+    return decode_to_hidden_with_build_lock
 
 
 # ---- loading and saving
@@ -505,16 +507,15 @@ def load(
     """
     Loads a model and its tokenizer.
 
-    path_or_id: `demo`, a Hugging Face directory or a hub id. If the name begins with `random:`, the
-    model has random weights and the tokenizer of the demo model.
-
-    dtype: the type of the weights; None stands for `default_dtype()`.
-    adapter: a run, a checkpoint or a directory in mlx_lm's layout. The adapter is merged into the
-    weights.
+    path_or_id: `demo`, a Hugging Face directory or a hub id. For a name that begins with `random:`,
+        the model has random weights and the demo model's tokenizer.
+    dtype: the dtype of the weights; None means `dtype_from_env_or_device()`.
+    adapter: a run, a checkpoint or a directory in mlx_lm's layout, whose adapter is merged into the
+        weights.
     frozen: whether the model is never trained, like a judge or a teacher. On a GPU, the low-bit
-    weights of a frozen model stay packed. On a CPU they are unpacked, because a CPU multiplies by
-    packed weights 4 to 40 times more slowly.
-    end_tokens: further tokens that end a completion (see `disk.ends`).
+        weights of a frozen model stay packed. On a CPU they are unpacked, because a CPU multiplies
+        by packed weights 4 to 40 times more slowly.
+    end_tokens: additional tokens that end a completion (see `disk.ends`).
 
     Raises ValueError, with the reason, if the model cannot be loaded.
     """
@@ -559,7 +560,7 @@ def load_model(
     """
     Loads the model in a Hugging Face directory.
 
-    dtype: the type of the weights; None stands for `default_dtype()`.
+    dtype: the dtype of the weights; None means `dtype_from_env_or_device()`.
     packed: whether low-bit weights in the layers stay packed. A model with packed weights cannot
     have an adapter or a gradient.
     lazy: whether weights stay on disk until something is computed with them.
@@ -567,10 +568,10 @@ def load_model(
     Raises ValueError, with the reason, if the model cannot be loaded.
     """
     directory = Path(directory)
-    dtype = dtype or default_dtype()
+    dtype = dtype or dtype_from_env_or_device()
     config = hub.load_config(directory)
-    stored_weights = hub.load_weights(directory, default_dtype())
-    weights, num_skipped = hub.rename_from_stored_names(stored_weights, config.family)
+    stored_weights = hub.load_weights_by_hub_name(directory, dtype_from_env_or_device())
+    weights, num_skipped = hub.standardize_stored_weights(stored_weights, config.family)
     del stored_weights  # otherwise matrices would stay in memory after their removal from `weights`
     if num_skipped:
         print(
@@ -590,17 +591,16 @@ def load_model(
     check_and_convert_weights(directory, weights, model, dtype)
     if adapter is not None:
         weights = adapters.merge_adapter_into_weights(weights, adapter, config.family)
-    weights = hub.fuse_weights(weights)  # the same variable, so that the separate parts are freed
+    weights = hub.fuse_weights(weights)  # reuses the variable, so that the unfused parts are freed
     names = list(weights)
     model.load_weights([(name, arrange_for_matmul(name, weights.pop(name))) for name in names])
 
     if not lazy:
         memory.set_mlx_memory_limits()
-        # Evaluate layer by layer: evaluating all weights at once would need 1.5 times the memory of
-        # the model.
+        # evaluating all weights at once would need 1.5 times the memory of the model
         for part in (*model.layers, model):
             mx.eval(part.parameters())
-        check_mlx_and_kernels(model)
+        warn_and_disable_faulty_kernels(model)
     return model
 
 
@@ -608,7 +608,7 @@ def check_and_convert_weights(
     directory: Path, weights: dict[str, mx.array], model: Model, dtype: mx.Dtype
 ) -> None:
     """
-    Converts the weights, in place, to the types with which the model computes.
+    Checks the weights, and converts them in place to the dtypes with which the model computes.
 
     weights: all weights, by their Hugging Face names.
 
@@ -636,7 +636,7 @@ def check_and_convert_weights(
         is_floating = mx.issubdtype(array.dtype, mx.floating)
         if is_floating != mx.issubdtype(expected[name].dtype, mx.floating):
             raise ValueError(
-                f"{directory}: the type of {name} is {array.dtype}, but only floating-point "
+                f"{directory}: {name} has the dtype {array.dtype}, but only floating-point "
                 "weights are supported"
             )
         is_packed = array.dtype == mx.uint32
@@ -649,8 +649,8 @@ def arrange_for_matmul(name: str, weight: mx.array) -> mx.array:
     The same weight, in the memory layout with which its matmul is fastest.
 
     On a CPU, the weight (out, in) of a projection is stored column by column, because OpenBLAS
-    repacks a weight before multiplying. For x @ W.T with few rows of x, the product takes a fifth
-    longer if W is stored row by row.
+    repacks a weight before multiplying. If x has few rows and W is stored row by row, x @ W.T takes
+    a fifth longer.
     """
     is_packed = weight.dtype == mx.uint32
     if gpu.on_gpu() or is_packed or not name.endswith("proj.weight"):
@@ -662,8 +662,8 @@ def check_and_drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> N
     """
     Removes the head from the weights of a model that uses its embedding as the head.
 
-    Raises ValueError if the head differs from the embedding. Other programs could then use either
-    of the two, while training would use only the embedding.
+    Raises ValueError if the head differs from the embedding. In that case, another program might
+    use the head, but training would use the embedding.
     """
     for name in sorted(name for name in weights if name.startswith("lm_head.")):
         head = weights.pop(name)
@@ -684,11 +684,11 @@ def check_and_drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> N
 
 def install_packed_projections(model: Model, packings: dict[str, dict[str, Any]]) -> None:
     """
-    Replaces projections with packed projections, and removes their parts from `packings`.
+    Replaces projections of the model with packed ones, and removes their parts from `packings`.
 
     A projection is replaced only if all its parts are packed in the same way. The embedding and the
-    head stay 16 bits wide, because the scores of a judge and the probabilities of a teacher are
-    computed from tiles of the head.
+    head are not packed, because a judge's scores and a teacher's probabilities are computed from
+    tiles of the head.
     """
     chosen = {}
     for name, module in model.named_modules():
@@ -707,12 +707,14 @@ def install_packed_projections(model: Model, packings: dict[str, dict[str, Any]]
 
 def make_random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
     """
-    Makes a model with seeded random weights and no end token, for benchmarks and tests.
+    Makes a model with random weights and no end token, for benchmarks and tests.
+
+    The random seed is fixed.
 
     name: the shape of the model, such as "random:2m".
     """
     model = Model(model_choice.load_known_config(name))
-    dtype = dtype or default_dtype()
+    dtype = dtype or dtype_from_env_or_device()
     weights = tree_flatten(model.parameters())
     keys = mx.random.split(mx.random.key(0), len(weights))
     for (path, array), key in zip(sorted(weights), keys, strict=True):
@@ -723,7 +725,7 @@ def make_random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
         model.load_weights([(path, arrange_for_matmul(path, array))], strict=False)
         mx.eval(model.parameters())  # one tensor at a time, so that memory never holds two copies
     memory.set_mlx_memory_limits()
-    check_mlx_and_kernels(model)
+    warn_and_disable_faulty_kernels(model)
     return model
 
 
@@ -749,12 +751,12 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
 # ---- checking MLX and the kernels with the sizes of a model
 
 
-def check_mlx_and_kernels(model: Model) -> None:
+def warn_and_disable_faulty_kernels(model: Model) -> None:
     """
-    Checks the arithmetic of MLX and the GPU kernels with the sizes of this model.
+    Checks the arithmetic of MLX and of the GPU kernels with the sizes of this model.
 
-    Prints a line if the arithmetic of MLX is wrong. Names each kernel whose results are wrong, and
-    turns it off. Does nothing without a Metal GPU.
+    Prints a warning if the arithmetic of MLX is wrong. Turns off each kernel whose results are
+    wrong, and prints the kernel's name. Does nothing without a Metal GPU.
     """
     if not gpu.can_run_metal_kernels():
         return
@@ -765,7 +767,7 @@ def check_mlx_and_kernels(model: Model) -> None:
             "and #4411, or use another version of MLX",
             file=sys.stderr,
         )
-    if kernels.are_kernels_wanted():
+    if kernels.is_kernels_variable_on():
         kernels.turn_off_faulty_kernels(record_kernel_calls_in_rehearsal(model))
 
 
@@ -779,7 +781,7 @@ def check_mlx_arithmetic(model: Model) -> tuple[str, bool]:
     """
     Checks the arithmetic of MLX itself with the sizes of a model's weights.
 
-    Returns a description of the result, and whether the arithmetic is right.
+    Returns a description of the errors, and whether they are small enough.
     """
     matrices = []
     for layer in first_layer_of_each_kind(model).values():
@@ -812,9 +814,8 @@ def record_kernel_calls_in_rehearsal(model: Model) -> list[kernels.Call]:
 
 def rehearsal_tokens(model: Model) -> mx.array:
     """Two rows of token ids for a rehearsal, (2, L)."""
-    length = (
-        9 if model.config.delta else 3
-    )  # a gated delta net uses another kernel for more than 8 tokens
+    # a gated delta net uses another kernel for more than 8 tokens
+    length = 9 if model.config.delta else 3
     ascending = mx.arange(length)
     return mx.stack([ascending, ascending[::-1]]) % model.config.vocab_size
 
@@ -823,7 +824,7 @@ def rehearse_prefill_and_decoding(model: Model, kinds: list[str]) -> None:
     """
     Runs the model on prompts and on single tokens, in all variants that use different kernels.
 
-    The prompts have different or equal lengths, and their caches are shared or copied.
+    The variants are prompts of equal or different lengths, whose caches are shared or copied.
     """
     ids = rehearsal_tokens(model)
     layouts = ((True, [0, 0, 1, 1]), (True, [0, 0, 0, 1]), (False, [0, 0, 1, 1]))
@@ -845,7 +846,7 @@ def rehearse_sampling_and_attention_gradient(model: Model) -> None:
     uniforms = mx.full((2, 4), 0.5)
     softmax.row_logprobs(logits, ids[:, 0])
     softmax.sample_token(logits, uniforms, 0.7)
-    support = softmax.Support(top_p=0.9)
+    support = softmax.TruncationSettings(top_p=0.9)
     truncated = softmax.truncate_logits(logits.astype(mx.float32), support)
     softmax.sample_token(truncated, uniforms)
 
@@ -855,5 +856,5 @@ def rehearse_sampling_and_attention_gradient(model: Model) -> None:
 
 
 if __name__ == "__main__":
-    # doctor.py imports this module, so this module cannot import doctor.py, but runs it as a script
+    # doctor.py imports this module, so this module cannot import it, and runs it as a script
     runpy.run_path(str(Path(__file__).with_name("doctor.py")), run_name="__main__")

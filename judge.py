@@ -1,20 +1,20 @@
 """
 Judges completions by a rubric: each completion gets a score from 1 to 5 on each criterion.
 
-The reward is the weighted sum of the scores. `uv run judge.py --rubric R --labels FILE` compares a
+The reward is a weighted sum of the scores. `uv run judge.py --rubric R --labels FILE` compares a
 judge's scores with human labels.
 
 In the mode `logits`, a judge computes the expected score from the probabilities that its reply
-begins with the token "1", "2", "3", "4" or "5". The mode `logits` needs no decoding and gives
-fractional scores. In the mode `decode`, the score is read in a greedily decoded reply
-(judging/replies.py), before which the judge may think.
+begins with the token "1", "2", "3", "4" or "5". This mode needs no decoding and gives fractional
+scores. In the mode `decode`, the judge writes a reply, greedily decoded, and may think first. The
+score is read from the reply (judging/replies.py).
 
 The prompts that are judged together form a tree of preamble, questions, answers and criteria.
 Shared parts are computed once (judging/prompt_tree.py). If the judge puts less than half of its
 probability mass on the tokens "1" to "5", or writes no score, the score is nan rather than a
 neutral value.
 
-The class for a judge on a server is in judging/remote_judge.py.
+A judge on a server is in judging/remote_judge.py.
 
 Axes: N completions or prompts, J criteria, M rows of a batch, L positions of a level, C hidden,
 V vocabulary.
@@ -57,8 +57,8 @@ class Judge(Grader):
 
     The weights outside the adapters must not change during the judge's lifetime.
 
-    chunk_size: the maximum number of evaluations at once. When memory runs out, this number is
-    halved; it then grows back slowly.
+    chunk_size: the maximum number of evaluations at once. If memory runs out, this number is
+    halved, and then grows back slowly.
     mode: "logits" or "decode".
     think: the maximum number of tokens that the judge may think before a decoded reply; 0 turns
     thinking off.
@@ -87,7 +87,7 @@ class Judge(Grader):
         if think and self.end_of_thought in (None, tokenizer.unk_token_id):
             raise ValueError(
                 f"--judge-think {think}: the judge's tokenizer has no </think>, so the judge "
-                f"cannot think; set it to 0"
+                "cannot think; set --judge-think 0"
             )
 
         reply_tokens = evaluations.REPLY_TOKENS + think if mode == "decode" else 0
@@ -130,7 +130,7 @@ class Judge(Grader):
         self._check_room_for_answers(question_ids)
 
         prompts: dict[int, Prompt] = {}  # a question's index -> its prompt
-        for place, (prompt, completion, column) in enumerate(questions):
+        for index, (prompt, completion, column) in enumerate(questions):
             runs = (
                 question_ids[prompt],
                 answer_ids[completion],
@@ -138,27 +138,31 @@ class Judge(Grader):
             )
             length = len(self.prompts.head) + sum(map(len, runs))
             if length <= self.room:
-                prompts[place] = tuple(map(tuple, runs))
+                prompts[index] = tuple(map(tuple, runs))
             else:
                 context = self.model.config.max_position_embeddings
                 reply = (
                     f"(nothing: the answer does not fit into the judge's context of {context} "
-                    f"tokens)"
+                    "tokens)"
                 )
-                yield place, CriterionEvaluation(math.nan, 0.0, reply)
+                yield index, CriterionEvaluation(math.nan, 0.0, reply)
 
         with (
             lora.disable_adapters(self.model),
             alive.Bar(total=len(prompts), desc="judging", unit="evaluation") as progress,
         ):
-            for place_and_evaluation in self.tree.yield_values_at_ends(
+            for index_and_evaluation in self.tree.yield_values_at_ends(
                 prompts, self._evaluate_at_prompt_ends
             ):
                 progress.update()
-                yield place_and_evaluation
+                yield index_and_evaluation
 
     def _check_room_for_answers(self, question_ids: dict[str, list[int]]) -> None:
-        """Raises ValueError if a prompt leaves no room for an answer in the judge's context."""
+        """
+        Raises ValueError if a question leaves no room for an answer in the judge's context.
+
+        question_ids: the token ids of each question.
+        """
         preamble_length = len(self.prompts.head)
         criterion_length = max(map(len, self.prompts.tails))
         longest = max(question_ids, key=lambda prompt: len(question_ids[prompt]))
@@ -206,8 +210,8 @@ class Judge(Grader):
         rows = list(range(len(logits)))  # rows that have no answer yet
         if self.think:
             thoughts = self._decode_thoughts(logits, cache)
-            # A row that reached an end token while thinking is finished. Each other row's thought
-            # is closed.
+            # A row that reached an end token while thinking is finished. In all other rows,
+            # </think> is appended to the thought.
             replies = {row: ids for row, ids in enumerate(thoughts) if ids[-1] in eos_ids}
             rows = [row for row in rows if row not in replies]
             if rows:
@@ -257,11 +261,10 @@ def make_judge(
     settings: JudgeSettings, rubric: Rubric, load_local_model: Callable[[], tuple[gwen.Model, Any]]
 ) -> Grader:
     """
-    Makes a judge from the run's settings. If the settings have a URL, the judge's model is on a
-    server; otherwise, it is local.
+    Makes a judge on a server if the settings have a URL, and a local judge otherwise.
 
-    load_local_model: a function that returns a local judge's model and tokenizer; it is called only
-    for a local judge.
+    load_local_model: a function that returns the model and the tokenizer of a local judge. It is
+    called only for a local judge.
     """
     if settings.url:
         from judging.remote_judge import RemoteJudge
@@ -275,7 +278,7 @@ def load_judge_model(model_name: str) -> tuple[gwen.Model, Any]:
     """
     Loads a judge's model and tokenizer. If loading fails, the error message names --judge-model.
     """
-    with model_choice.name_flag_in_errors("--judge-model"):
+    with model_choice.replace_flag_in_errors("--judge-model"):
         return gwen.load(model_name, frozen=True)
 
 
@@ -287,11 +290,13 @@ def make_judge_and_witness(
     tokenizer: Any = None,
 ) -> tuple[Grader | None, Grader | None]:
     """
-    Returns a run's judge and its witness, a second judge that only evaluations use. The judge or
-    the witness is None if it has no rubric.
+    Returns a run's judge and its witness, a second judge that only evaluations use.
 
-    The judge and the witness share one cache of scores. base: the model before training, which is
-    used as the judge unless --judge-model names another model. If base is None, a model is loaded.
+    The judge is None without `rubric`, and the witness is None without `witness_rubric`. The two
+    share one cache of scores.
+
+    base, tokenizer: the model before training, which is used as the judge unless --judge-model
+    names another model. If base is None, a model is loaded.
     """
 
     @functools.cache
@@ -335,7 +340,7 @@ def main(argv: list[str] | None = None) -> None:
         name = settings.model
         reason = settings.url
         if not settings.url:
-            name, reason = model_choice.choose_model(settings.model)
+            name, reason = model_choice.choose_model_and_reason(settings.model)
         print(f"judge: {name}, {reason}; mode {settings.mode}", file=sys.stderr)
         grader = make_judge(settings, rubric, lambda: load_judge_model(name))
         print(escape_invisible(labels.judge_and_report_agreement(grader, labelled_answers)))

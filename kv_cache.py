@@ -2,14 +2,14 @@
 Caches of past tokens, for a batch of rows and for the slots of a decode batch.
 
 An attention layer caches keys and values, and a gated delta net caches a state of fixed size. The
-cache for rows that share token runs with other rows is in layers/tree_cache.py.
+cache for rows that begin with the same tokens is in layers/tree_cache.py.
 
 In a `KVCache`, rows are right-aligned. A shorter row starts with padding columns that no query
 sees. The position of a token is its column minus the row's padding. Buffers grow by 128 columns at
 a time, so that most decode steps can write in place.
-In a `SlotCache`, a slot either reads its prompt's cache in place or has a copy of the prompt. Each
-slot counts the columns of its own tokens, so that a waiting row can take the slot of a complete
-row.
+In a `SlotCache`, a slot either reads the cached columns of its prompt in place or has a copy of
+them. The tokens after the prompt are counted separately for each slot, so that a waiting row can
+take the slot of a complete row.
 
 Axes: N rows or slots, M slots that get tokens, K key/value heads, S capacity in columns, P prompt
 columns, W columns of a slot's own tokens, L new positions, D dimensions per head, R rows in a
@@ -25,8 +25,8 @@ import numpy as np
 REFILL = 1 / 16  # once this fraction of the slots is idle, waiting rows take the idle slots
 SHRINK = 1 / 4  # once this fraction of the slots is idle and no row waits, idle slots are dropped
 
-# Buffers grow by this number of columns. Smaller chunks are copied more often, and larger chunks
-# waste memory on short rows.
+# Buffers grow by this number of columns. A smaller number would cause more copies, and a larger
+# number would waste memory on short rows.
 CHUNK = 128
 
 
@@ -38,32 +38,35 @@ def round_up_to_chunk(length: int) -> int:
 Mask = mx.array | str | None
 
 
-class PartReaders(NamedTuple):
-    """For one cache part with R rows, which of these rows each of the N query rows reads."""
+class QueryRowsPerCacheRow(NamedTuple):
+    """Which of the R rows of a cache part each of the N query rows reads."""
 
     # (R, G) the query rows that read each cache row, padded with 0. If None, the query rows
     # r * G to r * G + G - 1 read cache row r.
     members: mx.array | None = None
     # (N,) the index of each query row in the flattened `members`
     places: mx.array | None = None
-    # a boolean array (R, 1, 1, S) or None; if G is 1, also a boolean array (N, 1, L, S) or "causal"
+    # None or a boolean array (R, 1, 1, S); if G is 1, a boolean array (N, 1, L, S) or "causal" is
+    # allowed too
     mask: Mask = None
 
 
-class AttentionLayout(NamedTuple):
-    """Which columns of each cache part every new token reads."""
+class AttentionMasks(NamedTuple):
+    """The columns of each cache part that each new token may read."""
 
-    part_readers: list[PartReaders]  # one entry per part, in the order of `Parts`
+    part_readers: list[QueryRowsPerCacheRow]  # one entry per part, in the order of `Parts`
 
-    # A boolean mask (N, 1, L, S) over all parts joined into one, which MLX computes only if it is
-    # used. If None, only the newest part needs a mask.
+    # A boolean mask (N, 1, L, S) over the columns of all parts, which MLX computes only if the mask
+    # is used. If None, only the newest part needs a mask.
     whole: mx.array | None = None
     # The columns at which each row's new tokens begin and end, (N,) each. All other new columns are
     # padding. If None, there is no padding.
     spans: tuple[mx.array, mx.array] | None = None
 
 
-CAUSAL = AttentionLayout([PartReaders(mask="causal")])  # a single part, the new tokens themselves
+CAUSAL = AttentionMasks(
+    [QueryRowsPerCacheRow(mask="causal")]
+)  # a single part, the new tokens themselves
 KeysAndValues = tuple[mx.array, mx.array]
 # The keys and values (R, K, S, D) of each part of a cache. A query attends to all parts. Usually
 # there is a single part with N rows. If rows share columns, there are several parts.
@@ -75,11 +78,11 @@ class Cache(Protocol):
     """
     The cached state of each layer, and the positions and attention masks of the next tokens.
 
-    Once per forward pass, a layer passes the arrays that it computed for the new tokens to the
-    `update` method of its state. Keys and values are (N, heads, L, size), in the order of rows and
-    positions. An attention layer's `update` returns all keys and values that the new tokens may
-    read, including their own. The `AttentionLayout` specifies which token reads which column. The
-    arrays that `update` returns never change afterwards.
+    Once per forward pass, a layer of the model computes arrays for the new tokens and passes them
+    to the `update` method of its cached state. Keys and values are (N, heads, L, size), in the
+    order of rows and positions. In an attention layer, `update` returns all keys and values that
+    the new tokens may read, including the new ones. The arrays that `update` returns never change
+    afterwards. `attention_masks` returns which token may read which column.
     """
 
     layers: list[Any]
@@ -91,18 +94,18 @@ class Cache(Protocol):
     def next_positions(self, num_rows: int) -> mx.array:
         """The position of each row's first new token, (N,) int32."""
 
-    def layout(self, num_new: int) -> AttentionLayout:
+    def attention_masks(self, num_new: int) -> AttentionMasks:
         """Which columns the next `num_new` tokens of each row may read."""
 
     def advance(self, num_new: int) -> None:
-        """Counts the `num_new` columns that a forward pass added, once the pass is complete."""
+        """Records that a forward pass, which is now complete, has added `num_new` columns."""
 
 
 # ---- the state of one layer
 
 
-def widen_buffers(keys: mx.array, values: mx.array, num_added: int) -> KeysAndValues:
-    """Copies of both buffers with room for `num_added` more columns."""
+def append_zero_columns(keys: mx.array, values: mx.array, num_added: int) -> KeysAndValues:
+    """Copies of both buffers with `num_added` columns of zeros at the end."""
     padding = [(0, 0), (0, 0), (0, num_added), (0, 0)]
     return mx.pad(keys, padding), mx.pad(values, padding)
 
@@ -142,7 +145,7 @@ class LayerCache:
         if end > self.keys.shape[2]:
             self.capacity = max(self.capacity, round_up_to_chunk(end))
             num_added = self.capacity - self.keys.shape[2]
-            self.keys, self.values = widen_buffers(self.keys, self.values, num_added)
+            self.keys, self.values = append_zero_columns(self.keys, self.values, num_added)
         self.keys[:, :, begin:end] = keys
         self.values[:, :, begin:end] = values
         self.length = end
@@ -173,11 +176,12 @@ class WritePlan(NamedTuple):
 
 class SlotLayer:
     """
-    One layer of a `SlotCache`, with one buffer per slot, whose last W columns are the slot's own.
+    One layer of a `SlotCache`, with one buffer of columns per slot.
 
-    Own column i contains the keys and values of the slot's token i. If prompts are shared, a buffer
-    has only own columns, and `update` also returns a view of the prompts in use. Otherwise, each
-    slot's buffer has P + W columns and starts with a copy of the slot's prompt.
+    The last W columns of a buffer are the slot's own columns. Own column i contains the keys and
+    values of the slot's token i after the prompt. If prompts are shared, a buffer has only own
+    columns, and `update` also returns a view of the prompts in use. Otherwise, each slot's buffer
+    has P + W columns and starts with a copy of the slot's prompt.
     """
 
     write_plan: WritePlan
@@ -185,29 +189,30 @@ class SlotLayer:
     def __init__(self, prompts: LayerCache, num_slots: int, width: int, share: bool):
         self.prompts = prompts
         self.first_own = 0 if share else prompts.length
-        self.in_use = slice(0, 0)  # the range of the prompts that have slots
+        self.in_use = slice(0, 0)  # the range of the prompts that slots continue
         prompt_keys, prompt_values = prompts.select_rows(slice(None))
         num_columns = self.first_own + width
         self.keys = make_zero_slot_buffer(prompt_keys, num_slots, num_columns)
         self.values = make_zero_slot_buffer(prompt_values, num_slots, num_columns)
 
     def assign_prompts(
-        self, prompt_of_slot: list[int], new_slots: list[int], moved_slots: list[int]
+        self, prompt_of_slot: list[int], new_slots: list[int], slots_with_new_prompt: list[int]
     ) -> None:
         """
         Records which prompts are in use, or copies each slot's prompt into the slot's buffer.
 
-        moved_slots: the slots that had a different prompt before. Only these prompts are copied.
+        slots_with_new_prompt: the slots that had a different prompt before. Prompts are copied only
+            for these slots.
         """
         self.in_use = slice(min(prompt_of_slot), max(prompt_of_slot) + 1)
-        if self.first_own and moved_slots:
-            rows = mx.array([prompt_of_slot[slot] for slot in moved_slots])
+        if self.first_own and slots_with_new_prompt:
+            rows = mx.array([prompt_of_slot[slot] for slot in slots_with_new_prompt])
             for buffer, array in zip(self.arrays(), self.prompts.select_rows(rows), strict=True):
-                buffer[mx.array(moved_slots), :, : self.first_own] = array
+                buffer[mx.array(slots_with_new_prompt), :, : self.first_own] = array
 
     def add_columns(self, num_added: int) -> None:
         """Makes room for `num_added` more columns."""
-        self.keys, self.values = widen_buffers(self.keys, self.values, num_added)
+        self.keys, self.values = append_zero_columns(self.keys, self.values, num_added)
 
     def keep_only_slots(self, slots: mx.array) -> None:
         self.keys = self.keys[slots]
@@ -263,7 +268,7 @@ def make_zero_slot_buffer(prompt_array: mx.array, num_slots: int, num_columns: i
     return mx.zeros((num_slots, num_heads, num_columns, size), prompt_array.dtype)
 
 
-class DeltaState:
+class GatedDeltaState:
     """
     The state of a gated delta net, for a batch of rows or for the rows of a tree's newest level.
 
@@ -277,7 +282,7 @@ class DeltaState:
         self.parts = parts or []
 
     @property
-    def current_state(self) -> InputsAndMemory | None:
+    def state_before_next_tokens(self) -> InputsAndMemory | None:
         """The state from which the next tokens start, or None before the first tokens."""
         return self.parts[0] if self.parts else None
 
@@ -287,23 +292,23 @@ class DeltaState:
     def arrays(self) -> list[mx.array]:
         return [array for part in self.parts for array in part]
 
-    def select_rows(self, rows: Sequence[int]) -> "DeltaState":
+    def select_rows(self, rows: Sequence[int]) -> "GatedDeltaState":
         """The state of the given rows."""
         index = mx.array(list(rows))
-        return DeltaState([(inputs[index], memory[index]) for inputs, memory in self.parts])
+        return GatedDeltaState([(inputs[index], memory[index]) for inputs, memory in self.parts])
 
-    def select_ancestors(
-        self, rows_of_level: Sequence[slice | mx.array], parents: Sequence[int]
-    ) -> "DeltaState":
-        """The states of the parents, from which the rows of a tree's next level start."""
+    def make_next_level_layer(
+        self, _: Sequence[slice | mx.array], parents: Sequence[int]
+    ) -> "GatedDeltaState":
+        """The states of the parent rows, from which the rows of a tree's next level start."""
         return self.select_rows(parents)
 
-    def copy_to_flat_layer(self, target: "DeltaState", column_indices: mx.array) -> None:
+    def copy_to_flat_layer(self, target: "GatedDeltaState", _: mx.array) -> None:
         """Sets the state of `target` to that of a tree's newest level, with one state per row."""
         target.parts = self.parts
 
 
-class DeltaSlots(DeltaState):
+class GatedDeltaSlots(GatedDeltaState):
     """
     The states of a gated delta net, one per slot, which start as copies of the prompts' states.
 
@@ -318,12 +323,12 @@ class DeltaSlots(DeltaState):
     keeps_before = False
     before: Parts
 
-    def __init__(self, prompts: DeltaState, num_slots: int):
+    def __init__(self, prompts: GatedDeltaState, num_slots: int):
         self.prompts = prompts
         super().__init__(prompts.select_rows([0] * num_slots).parts)
 
     @property
-    def current_state(self) -> InputsAndMemory | None:
+    def state_before_next_tokens(self) -> InputsAndMemory | None:
         ((inputs, memory),) = self.parts
         if self.write_plan is None:
             return inputs, memory
@@ -337,9 +342,7 @@ class DeltaSlots(DeltaState):
             self.before = self.parts
         self.parts = [(inputs, memory)]
 
-    def assign_prompts(
-        self, prompt_of_slot: list[int], new_slots: list[int], moved_slots: list[int]
-    ) -> None:
+    def assign_prompts(self, prompt_of_slot: list[int], new_slots: list[int], _: list[int]) -> None:
         """
         Sets the state of each new slot to the state of its prompt.
 
@@ -354,9 +357,13 @@ class DeltaSlots(DeltaState):
         for buffer, array in zip(self.arrays(), state, strict=True):
             buffer[slots] = array
 
-    def get_state(self, slot: int, num_dropped: int) -> InputsAndMemory:
-        """The state of a slot before its newest `num_dropped` tokens, which must be 0 or 1."""
-        ((inputs, memory),) = self.before if num_dropped else self.parts
+    def get_state(self, slot: int, num_dropped_tokens: int) -> InputsAndMemory:
+        """
+        The state of a slot before its newest `num_dropped_tokens` tokens.
+
+        `num_dropped_tokens` must be 0 or 1.
+        """
+        ((inputs, memory),) = self.before if num_dropped_tokens else self.parts
         return inputs[slot : slot + 1], memory[slot : slot + 1]
 
     def keep_only_slots(self, slots: mx.array) -> None:
@@ -370,7 +377,7 @@ def make_empty_layers(
     layers: list[Any] = []
     for kind in layer_kinds:
         is_linear = kind == "linear_attention"
-        layers.append(DeltaState() if is_linear else make_attention_layer())
+        layers.append(GatedDeltaState() if is_linear else make_attention_layer())
     return layers
 
 
@@ -412,10 +419,10 @@ class KVCache(Cache):
         assert self.pad.shape == (num_rows,), f"{num_rows} rows, but pad is {self.pad.shape}"
         return next_column - self.pad
 
-    def layout(self, num_new: int) -> AttentionLayout:
-        """A layout with a single part for the next `num_new` queries, with padding masked out."""
+    def attention_masks(self, num_new: int) -> AttentionMasks:
+        """The mask of a single part, which hides padding from the next `num_new` tokens."""
         if self.pad is None:
-            return CAUSAL if num_new > 1 else AttentionLayout([PartReaders()])
+            return CAUSAL if num_new > 1 else AttentionMasks([QueryRowsPerCacheRow()])
         query = mx.arange(self.length, self.length + num_new)[:, None]
         column = mx.arange(self.length + num_new)[None]
         # A query in the padding sees its own column. A mask row that is false everywhere gives NaN
@@ -424,22 +431,25 @@ class KVCache(Cache):
         mask = ((column <= query) & visible)[:, None]  # (N, 1, L, length + L)
         begin = mx.clip(self.pad - self.length, 0, num_new)
         end = mx.full(begin.shape, num_new, mx.int32)
-        return AttentionLayout([PartReaders(mask=mask)], spans=(begin, end))
+        return AttentionMasks([QueryRowsPerCacheRow(mask=mask)], spans=(begin, end))
 
 
-def make_part_readers(row_of_query_row: list[int], num_part_rows: int, mask: Mask) -> PartReaders:
-    """The readers of a part, in which query row n reads the row `row_of_query_row[n]`."""
+def make_part_readers(
+    part_row_of_query_row: list[int], num_part_rows: int, mask: Mask
+) -> QueryRowsPerCacheRow:
+    """The readers of a part: query row n reads the part's row `part_row_of_query_row[n]`."""
     members: list[list[int]] = [[] for _ in range(num_part_rows)]
-    for query_row, row in enumerate(row_of_query_row):
+    for query_row, row in enumerate(part_row_of_query_row):
         members[row].append(query_row)
-    most = max(map(len, members))
-    padded = np.array([readers + [0] * (most - len(readers)) for readers in members])
-    if np.array_equal(padded.ravel(), np.arange(len(row_of_query_row))):
-        return PartReaders(mask=mask)
+    most_readers = max(map(len, members))
+    padded = np.array([readers + [0] * (most_readers - len(readers)) for readers in members])
+    if np.array_equal(padded.ravel(), np.arange(len(part_row_of_query_row))):
+        return QueryRowsPerCacheRow(mask=mask)
     places = [
-        row * most + members[row].index(query_row) for query_row, row in enumerate(row_of_query_row)
+        row * most_readers + members[row].index(query_row)
+        for query_row, row in enumerate(part_row_of_query_row)
     ]
-    return PartReaders(mx.array(padded), mx.array(places), mask)
+    return QueryRowsPerCacheRow(mx.array(padded), mx.array(places), mask)
 
 
 class SlotCache(Cache):
@@ -448,12 +458,13 @@ class SlotCache(Cache):
 
     share: whether a prompt's columns are stored once for all slots that continue the prompt. If
         False, each slot has a copy of its prompt.
-    width: the initial number of columns for a slot's own tokens, which `plan_writes` increases.
+    width: the initial number of columns for a slot's own tokens. `plan_writes` adds more columns
+        if they are needed.
 
-    Each slot counts its own columns in `lengths`. If a caller reduces the length of a slot, later
-    writes overwrite the columns after that length. Call `plan_writes` before each forward pass. The
-    pass then writes one token for every slot, or several tokens, padded on the right, for some of
-    the slots.
+    `lengths` contains the number of own columns of each slot. If a caller reduces this number,
+    later writes overwrite the columns that are no longer counted. Call `plan_writes` before each
+    forward pass. The pass then writes one token for every slot, or several tokens, padded on the
+    right, for some of the slots.
     """
 
     def __init__(self, prompts: KVCache, num_slots: int, width: int = 0, share: bool = True):
@@ -463,12 +474,12 @@ class SlotCache(Cache):
         self.width = round_up_to_chunk(width)
         # the index of the first own column in each buffer
         self.first_own = 0 if share else prompts.length
-        self.nets: list[DeltaSlots] = []
+        self.nets: list[GatedDeltaSlots] = []
         self.attentions: list[SlotLayer] = []
         self.layers = []
         for layer in prompts.layers:
-            if isinstance(layer, DeltaState):
-                net = DeltaSlots(layer, num_slots)
+            if isinstance(layer, GatedDeltaState):
+                net = GatedDeltaSlots(layer, num_slots)
                 self.nets.append(net)
                 self.layers.append(net)
             else:
@@ -493,11 +504,11 @@ class SlotCache(Cache):
         """
         if new_slots is None:
             new_slots = list(range(len(prompt_of_slot)))
-        moved_slots = [
+        slots_with_new_prompt = [
             slot for slot in new_slots if self.prompt_of[slot : slot + 1] != [prompt_of_slot[slot]]
         ]
         for layer in self.layers:
-            layer.assign_prompts(prompt_of_slot, new_slots, moved_slots)
+            layer.assign_prompts(prompt_of_slot, new_slots, slots_with_new_prompt)
         self.prompt_of = prompt_of_slot
         self.lengths[new_slots] = 0
         self.first_position = np.full(len(prompt_of_slot), self.prompts.length)
@@ -561,9 +572,9 @@ class SlotCache(Cache):
         positions = (self.first_position + self.lengths)[self.planned_slots]
         return mx.array(positions.astype(np.int32))
 
-    def layout(self, num_new: int) -> AttentionLayout:
+    def attention_masks(self, num_new: int) -> AttentionMasks:
         """
-        A layout with one or two parts.
+        The masks of one or two parts.
 
         There are two parts, prompts and own columns, if prompts are shared and each slot gets one
         token. Otherwise there is one part, with a mask (M, 1, L, P + W) or without a mask.
@@ -576,7 +587,7 @@ class SlotCache(Cache):
             last = mx.array(lengths + np.arange(num_new)[:, None])
             own_mask = mx.arange(num_own) <= last  # (M, 1, L, W)
         if self.share and prompts is None:
-            return AttentionLayout([self.readers, PartReaders(mask=own_mask)])
+            return AttentionMasks([self.readers, QueryRowsPerCacheRow(mask=own_mask)])
 
         spans = None
         prompt_mask = self.prompt_mask
@@ -585,13 +596,15 @@ class SlotCache(Cache):
             spans = begin, mx.array(self.num_new.astype(np.int32))
             prompt_mask = self.prompts.unpadded_mask(prompts)
         if prompt_mask is None and own_mask is None:
-            return AttentionLayout([PartReaders()])
+            return AttentionMasks([QueryRowsPerCacheRow()])
         shape = len(self.planned_slots), 1, num_new
         masks = [
             broadcast_mask(prompt_mask, (*shape, self.prompts.length)),
             broadcast_mask(own_mask, (*shape, num_own)),
         ]
-        return AttentionLayout([PartReaders(mask=mx.concatenate(masks, axis=-1))], spans=spans)
+        return AttentionMasks(
+            [QueryRowsPerCacheRow(mask=mx.concatenate(masks, axis=-1))], spans=spans
+        )
 
     def keep_only_slots(self, slots: list[int]) -> None:
         """Drops all slots except the given slots, and arranges these in the given order."""

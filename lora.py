@@ -50,9 +50,8 @@ class LoRALinear(nn.Module):
         self.enabled = True
         bound = 1 / math.sqrt(in_width)
         self.lora_a = mx.random.uniform(-bound, bound, (in_width, rank), key=key)
-        self.lora_b = mx.zeros(
-            (rank, out_width)
-        )  # zeros, so that training begins with the base model
+        # zeros, so that training begins with the base model
+        self.lora_b = mx.zeros((rank, out_width))
 
         # A, B and their 16-bit copies, as last computed
         self._rounded: tuple[mx.array, ...] = ()
@@ -157,7 +156,7 @@ def apply(
     if num_layers is not None and num_layers > len(model.layers):
         raise ValueError(
             f"--lora-layers is {num_layers}, but the model has {len(model.layers)} layers; "
-            "set it to at most that number"
+            f"set it to {len(model.layers)} or less"
         )
     first_layer = 0 if num_layers is None else len(model.layers) - num_layers
     model.freeze()
@@ -188,17 +187,17 @@ def apply(
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
-    if gpu.can_run_metal_kernels() and kernels.are_kernels_wanted():
-        check_kernels_for_rank(model, rank)
+    if gpu.can_run_metal_kernels() and kernels.is_kernels_variable_on():
+        turn_off_faulty_kernels_for_rank(model, rank)
 
 
-def layer_index(name: str) -> int:
+def layer_index(module_name: str) -> int:
     """The index of the layer in the name of a weight or module, such as 3 in "layers.3.mlp"."""
-    return int(name.split(".")[1])
+    return int(module_name.split(".")[1])
 
 
-def check_kernels_for_rank(model: gwen.Model, rank: int) -> None:
-    """Checks the GPU kernels whose shapes depend on the adapters' rank."""
+def turn_off_faulty_kernels_for_rank(model: gwen.Model, rank: int) -> None:
+    """Turns off kernels that give wrong results for adapters of this rank, and prints which."""
     widths: set[int] = set()
     for _, layer in adapted_layers(model):
         widths.update(layer.linear.weight.shape)
@@ -231,13 +230,13 @@ def disable_adapters(model: gwen.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_initial_weights(model: gwen.Model) -> Iterator[None]:
+def use_initial_weights(model: gwen.Model) -> Iterator[None]:
     """
     Inside the `with` block, the model has the weights that it had before training.
 
-    The model with these weights is the reference policy, and has no gradients. The reference policy
-    is the base model unless `initialize_adapters` or `attach_saved_adapter` set other initial
-    weights.
+    With these weights, the model is the reference policy, and computes no gradients. The reference
+    policy is the base model unless `initialize_adapters` or `attach_saved_adapter` set other
+    initial weights.
     """
     trained = []
     for _, layer in adapted_layers(model):
@@ -291,8 +290,8 @@ def read_adapter_for_model(model: gwen.Model, path: str | Path) -> FusedAdapter:
             fused[name] = fuse_part_adapters(part_pairs, output_widths)
     if pairs:
         raise ValueError(
-            f"--adapter {path}: the adapter changes {next(iter(pairs))}, but here an adapter can "
-            f"change only these projections: {', '.join(TARGETS)}"
+            f"--adapter {path}: the adapter changes {next(iter(pairs))}, but an adapter for this "
+            f"model may change only these projections: {', '.join(TARGETS)}"
         )
     return FusedAdapter(scale, fused)
 
@@ -307,7 +306,7 @@ def fuse_part_adapters(
     output_widths: the output width of every part, in the order of the parts.
 
     If the matrices A of all parts are equal, the parts share one A. Otherwise all matrices A are
-    concatenated, and the columns of B for a part are 0 except in the rows for its own A.
+    concatenated, and a part's columns of B are 0 except in the rows that belong to the part's A.
     """
     lows = [low.astype(mx.float32) for low, _ in part_pairs.values()]
     if all(mx.array_equal(low, lows[0]).item() for low in lows):
@@ -317,8 +316,8 @@ def fuse_part_adapters(
     for part, width in output_widths.items():
         blocks = [mx.zeros((low.shape[1], width)) for low in lows]
         if part in part_pairs:
-            place = adapted_parts.index(part) % len(lows)
-            blocks[place] = part_pairs[part][1].astype(mx.float32)
+            index = adapted_parts.index(part) % len(lows)
+            blocks[index] = part_pairs[part][1].astype(mx.float32)
         columns.append(mx.concatenate(blocks))
     return mx.concatenate(lows, axis=1), mx.concatenate(columns, axis=1)
 
@@ -329,8 +328,9 @@ def attach_saved_adapter(
     """
     Reads an adapter, and adds it to the model without changing the model's own weights.
 
-    The adapter can therefore be switched off with `disable_adapters`. initial_adapter: the path of
-    the adapter with which the training of this adapter began, for `with_initial_weights`.
+    The adapter can therefore be switched off with `disable_adapters`.
+    initial_adapter: the path of the adapter from which this adapter was trained, for
+    `use_initial_weights`.
 
     Raises ValueError like `read_adapter_for_model`.
     """
@@ -351,31 +351,33 @@ def attach_saved_adapter(
     model.update_modules(tree_unflatten(adapted))
 
 
-def initialize_adapters(model: gwen.Model, scale: float, pairs: FusedMatrices) -> None:
+def initialize_adapters(model: gwen.Model, scale: float, initial: FusedMatrices) -> None:
     """
     Copies the values of a given adapter into the adapters that `apply` made.
 
-    These values become the initial weights (see `with_initial_weights`). Where the given adapter
-    has a lower rank or lacks a projection, A stays random and B stays 0, so nothing is added.
+    These values become the initial weights (see `use_initial_weights`). Where the given adapter
+    has a lower rank or lacks a projection, the rest of A stays random and the rest of B stays 0, so
+    the model's output is the same as with the given adapter.
 
     Raises ValueError, which names the flag to set, if the adapters of the model have a lower rank
     or lack a projection.
     """
     adapted = dict(adapted_layers(model))
-    lowest = min(map(layer_index, pairs))
+    lowest = min(map(layer_index, initial))
     if lowest < model.first_trained_layer:
+        num_needed = len(model.layers) - lowest
         raise ValueError(
-            f"--init-adapter has adapters on the upper {len(model.layers) - lowest} layers; "
-            "set --lora-layers to at least that number"
+            f"--init-adapter has adapters on the upper {num_needed} layers; set --lora-layers to "
+            f"{num_needed} or more"
         )
-    missing = sorted({name.rpartition(".")[2] for name in pairs.keys() - adapted.keys()})
+    missing = sorted({name.rpartition(".")[2] for name in initial.keys() - adapted.keys()})
     if missing:
         raise ValueError(
             f"--init-adapter also changes {', '.join(missing)}; add {' '.join(missing)} to "
             "--lora-targets"
         )
 
-    needed_rank = max(low.shape[1] for low, _ in pairs.values())
+    needed_rank = max(low.shape[1] for low, _ in initial.values())
     for name, layer in adapted.items():
         rank = layer.lora_a.shape[1]
         if rank < needed_rank:
@@ -383,8 +385,8 @@ def initialize_adapters(model: gwen.Model, scale: float, pairs: FusedMatrices) -
                 f"--lora-rank is {rank}, but --init-adapter has rank {needed_rank}; use "
                 f"--lora-rank {needed_rank} or more"
             )
-        if name in pairs:
-            low, high = pairs[name]
+        if name in initial:
+            low, high = initial[name]
             if scale != layer.scale:
                 high = high * (scale / layer.scale)
             start_rank = low.shape[1]
@@ -455,7 +457,7 @@ def save_adapter_or_full_weights(model: gwen.Model, directory: Path, base_name: 
         weights = mlx_lm_adapter_weights(model)
     else:
         parts = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
-        weights = hub.rename_to_mlx_lm(parts, model.config.family)
+        weights = hub.convert_to_mlx_lm_weights(parts, model.config.family)
     config = mlx_lm_adapter_config(model, weights, base_name)
     checkpoint.save_tensors(directory / "adapters.safetensors", weights)
     checkpoint.write_synced_json(directory / "adapter_config.json", config)

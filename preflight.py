@@ -4,8 +4,8 @@ Estimates the memory and time of a run before the run starts: `uv run preflight.
 The command accepts the flags of train.py. The estimates are computed from the settings and from the
 configuration of the model, as if every completion were as long as `--max-tokens` allows.
 `--try` trains for a few steps and reports whether the run is worth starting. `--audit` shows which
-answers the reward functions reward. `--fits` lists the models that this machine can train. The
-estimates and the trial are computed in forecast/.
+answers get a reward from the reward functions. `--fits` lists the models that this machine can
+train. The estimates and the trial are computed in forecast/.
 """
 
 import argparse
@@ -29,7 +29,11 @@ from forecast.memory_estimate import (
     find_rubric_path,
     format_memory_line,
 )
-from forecast.time_estimate import format_phases_line, format_time_line, list_fitting_model_lines
+from forecast.time_estimate import (
+    format_phase_times_and_advice,
+    format_time_line,
+    list_fitting_model_lines,
+)
 from forecast.trial import audit_reward_functions, try_first_steps
 from machine import alive
 from machine.output import guard_output
@@ -71,19 +75,19 @@ def main(argv: list[str] | None = None) -> None:
     with exit_on_mistakes():
         check_minimums(args, prompt_tokens=1)
         line = ""
-        for line in report_lines(args, train_flags):
+        for line in yield_report_lines(args, train_flags):
             print(alive.wrap_for_terminal(line), flush=True)
         if line.startswith(CHANGE + TOO_LARGE):
             sys.exit(1)
 
 
-def report_lines(args: argparse.Namespace, train_flags: list[str]) -> Iterator[str]:
+def yield_report_lines(args: argparse.Namespace, train_flags: list[str]) -> Iterator[str]:
     """Yield the lines that this command prints."""
     if args.fits:
         yield from list_fitting_model_lines()
         return
 
-    config, choice = resolve_train_flags(train_flags)
+    config, choice = resolve_config_and_model_line(train_flags)
     if config.objective.loss_type == "sft" and (args.trial or args.audit):
         flag = "--try" if args.trial else "--audit"
         raise ValueError(
@@ -91,13 +95,13 @@ def report_lines(args: argparse.Namespace, train_flags: list[str]) -> Iterator[s
             f"sample answers; leave {flag} out"
         )
     if args.audit:
-        yield from list_audit_lines(config)
+        yield from list_reward_audit_lines(config)
     elif args.trial:
         yield choice
         for line in try_first_steps(config):
             yield escape_invisible(line)
     else:
-        estimates = list(estimate_lines(config, args.prompt_tokens))
+        estimates = list(yield_estimate_lines(config, args.prompt_tokens))
         yield f"{choice}; {args.prompt_tokens} prompt tokens"
         custom = load_and_try_custom_objective(config)
         yield from custom.notes
@@ -105,19 +109,21 @@ def report_lines(args: argparse.Namespace, train_flags: list[str]) -> Iterator[s
         yield from estimates
 
 
-def resolve_train_flags(train_flags: list[str]) -> tuple[Config, str]:
+def resolve_config_and_model_line(train_flags: list[str]) -> tuple[Config, str]:
     """Return the settings that train.py would use for these flags, and a line on the model."""
     args = parse_flags(train_flags)
     if args.resume is True:
         steps = parse_setting(SETTINGS["steps"], args.steps) if args.steps else None
-        args.resume = checkpoint.find_newest_unfinished_run(steps)
+        args.resume = checkpoint.choose_and_print_run_to_resume(steps)
     settings = settings_from_flags(args)
-    return resolve_settings(settings, args.config, args.resume, model_choice.choose_model)
+    return resolve_settings(
+        settings, args.config, args.resume, model_choice.choose_model_and_reason
+    )
 
 
-def list_audit_lines(config: Config) -> list[str]:
+def list_reward_audit_lines(config: Config) -> list[str]:
     """
-    List the lines of a table for each reward function, which shows the answers that it rewards.
+    Return the lines of one table per reward function, with the answers that the function rewards.
 
     Raises ValueError if the task has no reward function.
     """
@@ -132,7 +138,7 @@ def list_audit_lines(config: Config) -> list[str]:
     return lines
 
 
-def estimate_lines(config: Config, prompt_tokens: int) -> Iterator[str]:
+def yield_estimate_lines(config: Config, prompt_tokens: int) -> Iterator[str]:
     """
     Yield lines on the memory and time of a run, and a line of advice if it does not fit.
 
@@ -141,12 +147,13 @@ def estimate_lines(config: Config, prompt_tokens: int) -> Iterator[str]:
     model_choice.refuse_quantized_model(config.model.name)
     model = model_choice.load_config(config.model.name)
     response_length = None
-    if config.tools.tools or config.tools.env:  # a response may contain results of tools
+    tools = config.tools
+    if tools.tools or tools.env or tools.env_server:  # a response may contain results of tools
         context = toolbox.max_conversation_tokens(config.tools, model.max_position_embeddings)
         response_length = max(context - prompt_tokens, 1)
     step_demand = RunDemand(
         model,
-        gwen.default_dtype(),
+        gwen.dtype_from_env_or_device(),
         config,
         [prompt_tokens] * config.sampling.batch,
         find_rubric_path(config),
@@ -160,7 +167,7 @@ def estimate_lines(config: Config, prompt_tokens: int) -> Iterator[str]:
     sizes = choose_sizes(run_demand)
     yield format_memory_line(run_demand, sizes)
     yield format_time_line(step_demand, sizes)
-    yield format_phases_line(step_demand)
+    yield format_phase_times_and_advice(step_demand)
     misfit = explain_memory_misfit(run_demand, sizes)
     if misfit:
         yield CHANGE + misfit

@@ -1,10 +1,10 @@
 """
 Writes a page about runs: `uv run report.py runs/NAME` writes runs/NAME/report.html.
 
-A browser can open the page from disk. If several runs are named, one page shows all of them, and is
-written beside the first run. `--compare` and `--list` print tables in the terminal instead of
-writing a page. A directory with one run per seed can be named in place of its runs. This file does
-not cover the content of the page (reporting/page.py).
+A browser can open the page from disk. If several runs are named, one page shows all of them. This
+page is written beside the first run. `--compare` and `--list` print tables in the terminal instead
+of writing a page. A directory with one run per seed can be named in place of its runs. This file
+does not cover the content of the page (reporting/page.py).
 """
 
 import shlex
@@ -20,12 +20,13 @@ from prompts.examples import format_error
 from reporting import answers, page, paired, run_table, seeds, verdict
 from reporting.history import History, format_figure_before_after, headline_facts, load_history
 from text.commands import command_prefix
-from text.printable import escape_invisible, make_printable
+from text.printable import escape_and_redact_for_printing, escape_invisible
 
 # the errors that reading a record raises if figures are missing from the record
 DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError)
-MOST_CHARACTERS = 60  # the most characters of a setting's value that a table shows
-WIDEST = 160  # a wider table of a comparison is followed by the command for a CSV table
+MOST_CHARACTERS = 60  # a table shows at most this many characters of a setting's value
+# If a comparison is wider than this many characters, the command for a CSV table is printed too.
+WIDEST = 160
 RUN_COLUMNS = [
     "run",
     "task",
@@ -57,7 +58,7 @@ def format_run_comparison(paths: list[str]) -> str:
     """
     Returns a table of the differing settings, the figures, the costs and the warnings of runs.
 
-    If one of the paths is a file of answers, the table compares the answers problem by problem.
+    If one of the paths is a file with answers, the table compares the answers problem by problem.
     """
     if len(paths) > 1 and any(Path(path).is_file() for path in paths):
         return format_table(answers.make_answer_comparison_table(paths))
@@ -71,8 +72,8 @@ def format_run_comparison(paths: list[str]) -> str:
 
     rows = [["", *(escape_invisible(run.name) for run in runs)]]
     rows += rows_of_differing_settings(runs)
-    rows += rows_of_differing_code(runs)
-    for name, digests in paired.differing_contents(runs).items():
+    rows += rows_of_differing_commits(runs)
+    for name, digests in paired.digests_of_differing_files(runs).items():
         rows.append([f"content of {name}", *digests])
     facts = [headline_facts(run) for run in runs]
     fact_names: dict[str, None] = {}  # used as a set that keeps its order
@@ -81,7 +82,8 @@ def format_run_comparison(paths: list[str]) -> str:
     for name in fact_names:
         rows.append([name, *(run_facts.get(name, "-") for run_facts in facts)])
     rows.append(["warnings", *(format_warning_names(run) for run in runs)])
-    lines = seeds.describe_seed_groups(groups) + paired.describe_paired_differences(groups)
+    lines = seeds.describe_spreads_and_differences(groups)
+    lines += paired.describe_paired_differences(groups)
     table = format_table(rows)
     if len(table.split("\n", 1)[0]) > WIDEST:
         names = " ".join(shlex.quote(path) for path in paths)
@@ -100,12 +102,16 @@ def rows_of_differing_settings(runs: list[History]) -> list[list[str]]:
         values = [escape_invisible(str(run.settings.get(key, "-"))) for run in runs]
         if len(set(values)) > 1:
             flag = f"--{escape_invisible(str(key)).replace('_', '-')}"
-            rows.append([flag, *map(cut_beginning, values)])
+            rows.append([flag, *map(keep_end_of_long_value, values)])
     return rows
 
 
-def rows_of_differing_code(runs: list[History]) -> list[list[str]]:
-    """Returns a row with the commit and the uncommitted changes of Gwen if these differ."""
+def rows_of_differing_commits(runs: list[History]) -> list[list[str]]:
+    """
+    Returns a row with each run's commit and uncommitted changes of Gwen.
+
+    Returns no row if all runs used the same version.
+    """
     versions = []
     for run in runs:
         version = str(run.env.get("commit") or "unknown")[:10]
@@ -115,7 +121,7 @@ def rows_of_differing_code(runs: list[History]) -> list[list[str]]:
     return [["commit of Gwen", *versions]] if len(set(versions)) > 1 else []
 
 
-def cut_beginning(value: str) -> str:
+def keep_end_of_long_value(value: str) -> str:
     """Returns the end of a long value, because long paths differ at their ends."""
     if len(value) <= MOST_CHARACTERS:
         return value
@@ -135,7 +141,7 @@ def format_run_list(*folders: str | Path) -> str:
         paths += Path(folder).glob("*/seed-*/config.yaml")
     if not paths:
         places = " and ".join(map(str, folders))
-        raise ValueError(f"{places}: found no runs; `{command_prefix()}` starts one")
+        raise ValueError(f"found no runs in {places}; start one with `{command_prefix()}`")
 
     rows = [RUN_COLUMNS]
     damaged = []
@@ -143,20 +149,22 @@ def format_run_list(*folders: str | Path) -> str:
         try:
             rows.append(run_list_row(load_history(path.parent)))
         except DAMAGE as error:
-            damaged.append(make_printable(f"{path.parent} is damaged ({format_error(error)})"))
+            damaged.append(
+                escape_and_redact_for_printing(f"{path.parent} is damaged ({format_error(error)})")
+            )
         except (ValueError, OSError) as error:
-            damaged.append(make_printable(str(error)))
+            damaged.append(escape_and_redact_for_printing(str(error)))
     return "\n".join([format_table(rows), *damaged])
 
 
 def run_list_row(run: History) -> list[str]:
     """Returns the row of a run in the table of runs."""
     facts = headline_facts(run)
-    judgement = verdict.judge_change(run)
+    judgement = verdict.reach_verdict(run)
     conclusion = "-"
     if judgement:
         conclusion = "; ".join([judgement.headline, *judgement.signs[:2]])
-    measure_changes = run_changes.changes_of_measure(run.changes)
+    measure_changes = run_changes.changes_that_affect_evaluations(run.changes)
     if measure_changes:
         conclusion += f"; {run_changes.describe_changes(measure_changes)}"
     cells = [
@@ -191,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
         type=Path,
         metavar="FILE",
         help="write the page to this file "
-        "(default: report.html in RUN; with two runs, NAME-against-OTHER.html beside the first)",
+        "(default: report.html in RUN; for several runs, NAME-against-OTHER.html beside the first)",
     )
     parser.add_argument(
         "--compare",
@@ -236,7 +244,7 @@ def write_or_print_csv(paths: list[str], out: Path | None) -> None:
         print(text, end="")
         return
     refuse_unwritable_file("--out", out)
-    run_files.replace_text(out, text)
+    run_files.write_text_atomically(out, text)
     print(out)
 
 
@@ -252,7 +260,9 @@ def write_page_and_print_path(runs: list[str], out: Path | None, *, opens: bool)
         refuse_unwritable_file("--out", out)
     path = page.write_page(runs[0], out, runs[1:])
     groups = seeds.load_seed_groups(runs)
-    for line in seeds.describe_seed_groups(groups) + paired.describe_paired_differences(groups):
+    lines = seeds.describe_spreads_and_differences(groups)
+    lines += paired.describe_paired_differences(groups)
+    for line in lines:
         print(line)
     print(path)
     if opens:

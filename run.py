@@ -1,5 +1,5 @@
 """
-A run, with everything that lasts longer than one step and the state that a checkpoint saves.
+A run: everything that lasts longer than one step, and the state that a checkpoint saves.
 
 The algorithm is in train.py, and trainer.py starts and stops runs. The logs and the output on the
 console are in reporting/, and the files of a run are in disk/run_files.py.
@@ -36,7 +36,7 @@ from prompts import chat_template
 from prompts.examples import Example, copy_as_json, pick_evenly_spaced, shorten_value
 from prompts.held_out import warnings_of_few_held_out
 from reporting import health
-from reporting.console import print_line, print_warning
+from reporting.console import print_line, print_line_to_stderr
 from reporting.journal import Journal, evaluation_is_due
 from rewards import functions, rewards
 from step import effects, objectives, optimizers
@@ -48,12 +48,13 @@ from tools.toolbox import make_toolbox
 
 if TYPE_CHECKING:
     from reporting import page
+    from step.generation import Player
     from step.teacher import Teacher
 
 T = TypeVar("T")
 # a user's function that changes the samples of a step before the update
 SamplesHook = Callable[[Any, list[Sample]], list[Sample]]
-# a run is saved for the first time after this many seconds, whatever --save-every is
+# a run is saved for the first time after at most this many seconds, whatever --save-every is
 FIRST_SAVE = 300.0
 # The attributes of the learner that have another name in a checkpoint. The old name "rate" is still
 # used so that runs of earlier versions can be resumed.
@@ -86,12 +87,12 @@ class Run:
     # the reduced token budget if memory ran out in an update, otherwise None
     least_budget: int | None = None
     on_samples: SamplesHook | None = None  # see `apply_samples_hook`
-    # the result of `program_parts` when the run was trained last
+    # the result of `names_of_parts_set_in_python` when the run was trained last
     saved_parts: dict[str, str] = {}  # noqa: RUF012  (never changed in place)
-    allow_changes: bool = False  # whether a resumed run may differ from before
+    allow_changes: bool = False  # whether the data and files of a resumed run may have changed
     holds_lock: bool = False  # whether this process has locked the run directory
     clock_now = staticmethod(time.monotonic)
-    _last_state: dict[str, Any] | None = None  # see `mark_step_as_complete`
+    _last_state: dict[str, Any] | None = None  # see `snapshot_step_or_interrupt`
 
     def __init__(self, config: Config, run_dir: Path):
         """
@@ -108,7 +109,7 @@ class Run:
         self.stopping = False  # whether Ctrl-C was pressed inside a step
 
         chat_template.set_template_date(
-            world.compute_on_rank0(lambda: run_files.read_start_date(run_dir))
+            world.compute_on_rank0(lambda: run_files.start_date_or_today(run_dir))
         )
         model_choice.refuse_quantized_model(config.model.name)
         settings = config.sampling
@@ -132,7 +133,7 @@ class Run:
             min_p=settings.min_p,
             eos_ids=end_ids,
             pad_id=pad_id,
-            stop=sampler.Stop(settings.stop, self.tokenizer) if settings.stop else None,
+            stop=sampler.StopTexts(settings.stop, self.tokenizer) if settings.stop else None,
         )
 
     def _digest_model_and_tokenizer(self) -> dict[str, str]:
@@ -159,10 +160,10 @@ class Run:
         settings = self.config.model
         initial = None
         if settings.init_adapter:
-            # a resumed run reads its own copy, because the original may have changed since then
+            # a resumed run reads its own copy, because the original may have changed meanwhile
             own_copy = self.dir / START
             path = str(own_copy) if own_copy.is_dir() else settings.init_adapter
-            with model_choice.name_flag_in_errors("--init-adapter", "--adapter"):
+            with model_choice.replace_flag_in_errors("--init-adapter", "--adapter"):
                 initial = world.compute_on_rank0(
                     lambda: lora.read_adapter_for_model(self.model, path)
                 )
@@ -217,13 +218,13 @@ class Run:
             response_length,
         )
         local_sizes = memory_estimate.choose_sizes(self.demand, most_rows)
-        self.sizes = memory_estimate.agree_on_sizes(local_sizes)
+        self.sizes = memory_estimate.agree_on_sizes_across_ranks(local_sizes)
         loss = StepLoss(self.config, self.sizes, self.custom.loss)
         self.learner = update.Learner(self.model, self.config, loss, self.base)
 
     @property
     def training_only_sources(self) -> set[str]:
-        """The names in `sources` that say nothing about what an evaluation measures."""
+        """The names in `sources` that do not affect what an evaluation measures."""
         return names_of_training_only_sources(self.config)
 
     @property
@@ -242,20 +243,22 @@ class Run:
         """Opens the logs, and copies the adapter of --init-adapter into the run directory."""
         own_copy = self.dir / START
         if world.is_first() and self.config.model.init_adapter and not own_copy.is_dir():
-            with lora.with_initial_weights(self.model):
+            with lora.use_initial_weights(self.model):
                 lora.save_adapter_or_full_weights(self.model, own_copy, self.config.model.name)
         has_paid_judge = self.judge is not None and self.judge.is_paid
         self.journal = Journal(self.config, self.dir, self.step, keep_scores=has_paid_judge)
 
     def apply_samples_hook(self, samples: list[Sample]) -> list[Sample]:
         """
-        The samples for the update: those of the step, or what the user's `on_samples` returns.
+        The samples for the update: those that the user's `on_samples` returns, or else `samples`.
 
-        samples: all samples of the step, with their rewards and advantages. The hook may leave
-        samples out, change their advantages, or add samples of earlier steps. Samples of earlier
-        steps are marked as replayed, so that their importance ratios compare with the policy that
-        wrote them. The logs describe the samples that were generated. With several machines, the
-        hook is called on each of them and must return the same samples everywhere.
+        samples: all samples of the step, with their rewards and advantages.
+
+        The hook may leave samples out, change their advantages, or add samples of earlier steps.
+        Samples of earlier steps are marked as replayed, so that their importance ratios are
+        relative to the policy that wrote them. The logs describe the samples that were generated.
+        With several machines, the hook is called on each of them and must return the same samples
+        everywhere.
 
         Raises ValueError if the hook fails or returns anything but a list of samples.
         """
@@ -281,20 +284,20 @@ class Run:
                 )
         return mark_replayed_samples(chosen, samples)
 
-    def program_parts(self) -> dict[str, str]:
-        """The names of the objects that only a Python program can set, by their place."""
+    def names_of_parts_set_in_python(self) -> dict[str, str]:
+        """The names of the objects that only a Python program can set, by attribute."""
         if self.on_samples is None:
             return {}
-        return {"on_samples": functions.describe_function(self.on_samples)}
+        return {"on_samples": functions.function_name_with_arguments(self.on_samples)}
 
-    def prepare_to_train(self) -> None:
+    def check_parts_and_prepare_to_train(self) -> None:
         """
-        Called before the training loop begins or continues.
+        Compares the objects that Python sets with those of a resumed run, and records them.
 
         Raises ValueError if the run is resumed without an object with which it was trained before,
         unless `allow_changes` is true.
         """
-        current = self.program_parts()
+        current = self.names_of_parts_set_in_python()
         for place, name in self.saved_parts.items():
             if current.get(place) != name and not self.allow_changes:
                 raise ValueError(
@@ -325,11 +328,12 @@ class Run:
         """
         evaluations = self.journal.comparable_evaluations
         is_due = evaluation_is_due(self.config, self.step, evaluations)
-        if is_due or self.journal.lacks_comparable_evaluation:
+        if is_due or self.journal.needs_evaluation_after_change:
             self.journal.show_phase("evaluating")
             self.evaluate()
             print_line(format_evaluation_line(self.journal.evaluations[-1]))
-        return self.journal.best_step == self.step != self.saved_best
+        is_best = self.step == self.journal.best_step
+        return is_best and self.step != self.saved_best
 
     def save_is_due(self) -> bool:
         """
@@ -356,14 +360,14 @@ class Run:
         """Whether the run can be saved, because nothing has changed since the last logged step."""
         return self.boundary == (self.step, self.learner.num_changes)
 
-    def mark_step_as_complete(self, figures: dict[str, Any] | None = None) -> None:
+    def snapshot_step_or_interrupt(self, step_metrics: dict[str, Any] | None = None) -> None:
         """
         Marks the step as complete, so that the run can be saved.
 
-        A run with adapters, which are small, keeps a copy of this state, and returns to it if the
-        next step fails. A run that trains all weights returns to its newest checkpoint instead.
+        A run with adapters, which are small, keeps a copy of its state, and returns to the copy if
+        the next step fails. A run that trains all weights returns to its newest checkpoint instead.
 
-        figures: the metrics of the step; None if no step was trained.
+        step_metrics: the metrics of the step; None if no step was trained.
 
         Raises KeyboardInterrupt if Ctrl-C was pressed during the step.
         """
@@ -378,8 +382,8 @@ class Run:
         Calls `run_update` and returns its result. If memory runs out, retries with smaller batches.
 
         Each attempt begins with the same state, and has half the token budget of the previous one.
-        If macOS stops the work on the GPU, the update is also tried again, but only once. If the
-        weights have already changed, only a run with adapters can try again. With several machines
+        If macOS stops the work on the GPU, the update is also retried, but only once. If the
+        weights have already changed, only a run with adapters can retry. With several machines,
         there are no retries, because all machines must use the same batches.
         """
         was_stopped = False
@@ -401,7 +405,7 @@ class Run:
             self.learner.num_forwards = 0
             self.least_budget = self.sizes.train_token_budget // 2
             self.sizes = self.sizes._replace(train_token_budget=self.least_budget)
-            print_warning(
+            print_line_to_stderr(
                 f"update: {reason}; the run continues with --train-token-budget {self.least_budget}"
             )
         return run_update()
@@ -428,19 +432,19 @@ class Run:
             "least_budget": self.least_budget,
             "settings": self.config.to_flags(self.sizes),
             "sources": self.sources,
-            # the saved parts are still missing if the run was resumed, but not trained
-            "program_parts": self.saved_parts | self.program_parts(),
+            # a run that was resumed but not trained yet still lacks the saved parts
+            "program_parts": self.saved_parts | self.names_of_parts_set_in_python(),
         }
 
-    def checkpoint_state(self) -> checkpoint.State:
+    def checkpoint_state(self) -> checkpoint.TrainingState:
         """The state of the run after a complete step, for a checkpoint."""
         assert self.can_be_saved, f"step {self.step + 1} is unfinished"
         moments = dict(tree_flatten(self.learner.optimizer.state))
-        return checkpoint.State(
+        return checkpoint.TrainingState(
             self.step, self.learner.trainable, moments, self.extra_checkpoint_values()
         )
 
-    def restore_checkpoint_state(self, state: checkpoint.State) -> None:
+    def restore_checkpoint_state(self, state: checkpoint.TrainingState) -> None:
         """Restores a checkpoint's state. Raises ValueError if its tensors do not fit the run."""
         dtype = str(self.model.head_weight.dtype)
         checkpoint.refuse_different_tensors(state, self.learner.trainable, dtype, self.dir)
@@ -465,7 +469,7 @@ class Run:
         self.step = state.step
         self.saved_step = state.step
         self.saved_best = extra["best_step"]
-        self.mark_step_as_complete()
+        self.snapshot_step_or_interrupt()
 
     def save(self) -> None:
         """Saves a checkpoint and the adapter. Only rank 0 writes files."""
@@ -478,8 +482,8 @@ class Run:
             lora.save_adapter_or_full_weights, self.model, base_name=self.config.model.name
         )
         with alive.show_activity("saving"):
-            checkpoint.save(self.dir, state, write_adapter)
-            checkpoint.copy_adapter_into_run_dir(self.dir, state)
+            checkpoint.save_and_remove_old(self.dir, state, write_adapter)
+            checkpoint.copy_adapter_and_update_best(self.dir, state)
 
 
 class GrpoRun(Run):
@@ -498,7 +502,7 @@ class GrpoRun(Run):
     def __init__(self, config: Config, run_dir: Path):
         # the task is made before the model is loaded, because most mistakes are found in the task
         self.task = self._make_task(config, run_dir)
-        surprises = self._describe_surprising_rewards(config)
+        surprises = self._try_rewards_and_describe_surprises(config)
         self.custom = objectives.load_and_try_custom_objective(config)
         self.ineffective = effects.describe_settings_without_effect(config, self.custom.loss)
         examples = self.task.train or self.task.held_out
@@ -509,13 +513,16 @@ class GrpoRun(Run):
         self.toolbox = make_toolbox(
             config, self.task.tools, self.task.environments, self.tokenizer, self.model.config
         )
+        self.player = self._make_player(config)
         self.sources |= digest_data_and_source_files(config, self.task)
         self.source_files = tuple(list_source_files(config, self.task))
-        environment_state.set_first_states(self.task.environments)
+        environment_state.record_or_restore_first_states(self.task.environments)
         self._try_environments(examples)
-        environment_state.set_first_states(self.task.environments)
-        self._class_values = environment_state.describe_class_values(self.task.environments)
-        if self._needs_second_model():
+        environment_state.record_or_restore_first_states(self.task.environments)
+        self._class_values = environment_state.describe_unsaved_class_attributes(
+            self.task.environments
+        )
+        if self._needs_copy_of_base_model():
             end_tokens = config.sampling.end_tokens
             self.base, _ = gwen.load(config.model.name, end_tokens=end_tokens)
 
@@ -528,7 +535,7 @@ class GrpoRun(Run):
         held_out: list[Example] = []
         if config.evaluation.every:
             held_out = pick_evenly_spaced(self.task.held_out, config.evaluation.limit)
-        # the result is not needed, but this call raises ValueError if a held-out prompt is too long
+        # called only because it raises ValueError if a held-out prompt is too long
         self._encode_prompts(held_out, "held-out prompt")
         print_lines(held_out_warnings(config, self.task.train, held_out))
 
@@ -540,8 +547,9 @@ class GrpoRun(Run):
         prompt_lengths = [len(ids) for ids in self.prompt_ids]
         longest_prompt = max(prompt_lengths)
         response_length = config.sampling.max_tokens
-        if self.toolbox:  # the results of tools add tokens that the model does not write
-            response_length = self.toolbox.context - longest_prompt
+        conversations = self.toolbox or self.player
+        if conversations:  # the results of tools add tokens that the model does not write
+            response_length = conversations.context - longest_prompt
         self.longest = longest_prompt + response_length
         num_rollout_rows = config.sampling.batch * config.sampling.groups
         self.choose_sizes_and_make_learner(
@@ -553,7 +561,15 @@ class GrpoRun(Run):
         self.batch_size = BatchSize(self.sizes.rollout_batch_size)
         if config.objective.teacher:
             self._load_and_check_teacher(examples)
-        self.mark_step_as_complete()
+        self.snapshot_step_or_interrupt()
+
+    def _make_player(self, config: Config) -> "Player | None":
+        """The player of --env-server, or None. The task has started the harness."""
+        if self.task.harness is None:
+            return None
+        from step.player import HarnessPlayer
+
+        return HarnessPlayer(self.task.harness, config, self.tokenizer, self.model.config)
 
     def _make_task(self, config: Config, run_dir: Path) -> tasks.Task:
         """Makes the task. Raises ValueError if the task has no training data."""
@@ -566,22 +582,20 @@ class GrpoRun(Run):
             )
         return task
 
-    def _describe_surprising_rewards(self, config: Config) -> list[str]:
+    def _try_rewards_and_describe_surprises(self, config: Config) -> list[str]:
         """Calls the rewards with made-up completions. Returns a line for each surprising value."""
         from rewards import audit
 
-        def describe_surprises() -> list[str]:
-            """One line for each surprising value."""
-            return list(audit.audit_user_rewards(self.task, config.data.reward_gate))
-
         with alive.show_activity("trying the rewards"):
-            return world.compute_on_rank0(describe_surprises)
+            return world.compute_on_rank0(
+                lambda: list(audit.audit_user_rewards(self.task, config.data.reward_gate))
+            )
 
     def _try_environments(self, examples: list[Example]) -> None:
         """
         Makes two instances of each environment, and resets them.
 
-        Mistakes in the environments are thus found before the run directory is created.
+        This finds mistakes in the environments before the run directory is created.
         """
         if not self.toolbox or not self.task.environments:
             return
@@ -592,7 +606,7 @@ class GrpoRun(Run):
         groups = [row // 2 for row in range(len(rows))]
         episodes.Episodes(self.toolbox, rows, groups, "trial")
 
-    def _needs_second_model(self) -> bool:
+    def _needs_copy_of_base_model(self) -> bool:
         """Whether the run needs a second copy of the model, with the weights before training."""
         config = self.config
         if config.model.lora_rank:
@@ -624,10 +638,12 @@ class GrpoRun(Run):
         """
         The token ids of each example's prompt, encoded in the same way as in evaluations.
 
-        With tools, these are the ids of the beginning of the conversation. kind: the name for a
-        prompt in error messages, such as "training prompt".
+        With tools, the prompt is the beginning of the conversation.
+        kind: the name for a prompt in error messages, such as "training prompt".
         """
-        params = score_task.EvalParams.from_config(self.config, toolbox=self.toolbox)
+        params = score_task.EvalParams.from_config(
+            self.config, toolbox=self.toolbox, player=self.player
+        )
         context = self.model.config.max_position_embeddings
         bar = alive.Bar(examples, desc=f"{kind}s")
         return params.encode_prompts(self.tokenizer, context, bar, kind)
@@ -635,16 +651,15 @@ class GrpoRun(Run):
     def open_logs_and_record_inputs(self) -> None:
         super().open_logs_and_record_inputs()
         if world.is_first() and self.config.data.path:
-            tasks.record_held_out_keys(self.dir, self.task.held_out)
+            tasks.record_held_out_keys_once(self.dir, self.task.held_out)
         if self.ineffective:
             text = "; ".join(self.ineffective)
             self.journal.record_warning_once(
                 self.step, health.RunWarning("settings without effect", text)
             )
 
-        grader_with_scores = (
-            self.judge or self.witness
-        )  # the judge and the witness share one cache of scores
+        # the judge and the witness share one cache of scores
+        grader_with_scores = self.judge or self.witness
         if grader_with_scores:
             recorded_scores = world.compute_on_rank0(self.journal.judge_scores.read)
             grader_with_scores.replace_cached_scores(recorded_scores)
@@ -666,10 +681,13 @@ class GrpoRun(Run):
         """
         Evaluates the model on the held-out problems, and logs the result.
 
-        The states of the environments are the same afterwards.
+        Afterwards, the environments are in the same states as before.
         """
         params = score_task.EvalParams.from_config(
-            self.config, batch_size=self.batch_size, toolbox=self.toolbox
+            self.config,
+            batch_size=self.batch_size,
+            toolbox=self.toolbox,
+            player=self.player,
         )
         has_adapters = bool(self.config.model.lora_rank)
         reference = self.base
@@ -686,7 +704,7 @@ class GrpoRun(Run):
             )
         finally:
             environment_state.set_states(self.task.environments, self.environment_states)
-        self.journal.write_evaluation(self.step, record, answers)
+        self.journal.record_evaluation_and_update_best(self.step, record, answers)
         self.journal.write_new_judge_scores(self.step, self.judge or self.witness)
 
     @property
@@ -709,38 +727,38 @@ class GrpoRun(Run):
                     f"has no {method}; derive the class from tasks.draws.EpochPrompts"
                 )
         self._prompts = prompts
-        name = self.program_parts().get("run.prompts")
+        name = self.names_of_parts_set_in_python().get("run.prompts")
         is_same = name is not None and self.saved_parts.get("run.prompts") == name
         if is_same and self._saved_prompts_state is not None:
             prompts.load_state(self._saved_prompts_state)
 
-    def program_parts(self) -> dict[str, str]:
-        parts = super().program_parts()
+    def names_of_parts_set_in_python(self) -> dict[str, str]:
+        parts = super().names_of_parts_set_in_python()
         if type(self.prompts) not in (draws.EpochPrompts, draws.EndlessPrompts):
             parts["run.prompts"] = type(self.prompts).__qualname__
         return parts
 
-    def prepare_to_train(self) -> None:
-        super().prepare_to_train()
+    def check_parts_and_prepare_to_train(self) -> None:
+        super().check_parts_and_prepare_to_train()
         self._saved_prompts_state = None
         # an interrupted step or another run of this process may have changed the states
         environment_state.set_states(self.task.environments, self.environment_states)
 
-    def mark_step_as_complete(self, figures: dict[str, Any] | None = None) -> None:
+    def snapshot_step_or_interrupt(self, step_metrics: dict[str, Any] | None = None) -> None:
         observe_step = getattr(self.prompts, "observe_step", None)
-        if figures is not None and observe_step is not None:
-            observe_step(figures)
+        if step_metrics is not None and observe_step is not None:
+            observe_step(step_metrics)
         self.prompts.commit()
         self.environment_states = environment_state.collect_states(self.task.environments)
         rewards.set_step_of_user_rewards(self.task.rewards, self.step, self.config.optimizer.steps)
-        super().mark_step_as_complete(figures)
+        super().snapshot_step_or_interrupt(step_metrics)
 
     def extra_checkpoint_values(self) -> dict[str, Any]:
         extra = super().extra_checkpoint_values()
         extra["rollout_batch_size"] = self.batch_size.rows
         state = self.prompts.state
-        if "run.prompts" in self.saved_parts.keys() - self.program_parts().keys():
-            state = self._saved_prompts_state  # resumed, but not trained
+        if "run.prompts" in self.saved_parts.keys() - self.names_of_parts_set_in_python().keys():
+            state = self._saved_prompts_state  # the run was resumed, but not trained
         extra["prompts"] = copy_as_json("run.prompts.state is", state)
         if self.environment_states:
             extra["environments"] = self.environment_states
@@ -751,20 +769,20 @@ class GrpoRun(Run):
         """Warns once if an environment has changed class attributes that no checkpoint keeps."""
         if self._class_values is None:
             return
-        values = environment_state.describe_class_values(self.task.environments)
+        values = environment_state.describe_unsaved_class_attributes(self.task.environments)
         text = environment_state.warning_of_lost_state(self._class_values, values)
         if text:
             self._class_values = None
-            print_warning(f"WARNING: {text}")
+            print_line_to_stderr(f"WARNING: {text}")
 
-    def restore_checkpoint_state(self, state: checkpoint.State) -> None:
+    def restore_checkpoint_state(self, state: checkpoint.TrainingState) -> None:
         extra = state.extra
         environment_state.set_states(self.task.environments, extra.get("environments", {}))
         super().restore_checkpoint_state(state)
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         examples_name = self.config.data.path or "task's examples"
-        # with --allow-changes, the examples may have changed; then the run starts with the first
-        # examples again
+        # With --allow-changes, the examples may have changed. Then the run starts again with the
+        # first example.
         if extra["sources"].get(examples_name) == self.sources[examples_name]:
             self._saved_prompts_state = extra["prompts"]
             if "run.prompts" not in self.saved_parts:
@@ -815,9 +833,9 @@ class SftRun(Run):
         for rows in self.train:
             lengths.append(sum(len(row.ids) for row in rows))
         self.choose_sizes_and_make_learner(lengths)
-        self.mark_step_as_complete()
+        self.snapshot_step_or_interrupt()
 
-    def replies_for_next_step(self) -> list[Sample]:
+    def samples_for_next_step(self) -> list[Sample]:
         """The samples for the conversations of the next step. Each conversation is a group."""
         settings = self.config.sampling
         indices = draws.epoch_indices(len(self.train), settings.batch, self.step, settings.seed)
@@ -830,14 +848,14 @@ class SftRun(Run):
     def open_logs_and_record_inputs(self) -> None:
         super().open_logs_and_record_inputs()
         if world.is_first():
-            tasks.record_held_out_keys(self.dir, self.all_held_out)
+            tasks.record_held_out_keys_once(self.dir, self.all_held_out)
 
     def evaluate(self) -> None:
         """Measures the loss on the held-out replies, and logs the result."""
         record = score_task.evaluate_loss_on_replies(
             self.model, self.learner.loss, self.held_out, self.sizes.train_token_budget
         )
-        self.journal.write_evaluation(self.step, record, [])
+        self.journal.record_evaluation_and_update_best(self.step, record, [])
 
 
 def make_run(config: Config, run_dir: Path) -> GrpoRun | SftRun:
@@ -865,7 +883,7 @@ def digest_data_and_source_files(config: Config, task: tasks.Task) -> dict[str, 
 
     A resumed run compares these digests with those in its checkpoint.
     """
-    specs = list_function_specs(config)
+    specs = list_possible_function_specs(config)
     objective = config.objective
     digests = digest_functions_and_files(
         specs, [objective.teacher_prompt, task.rubric, task.witness]
@@ -880,8 +898,8 @@ def digest_data_and_source_files(config: Config, task: tasks.Task) -> dict[str, 
     return digests
 
 
-def list_function_specs(config: Config) -> list[str]:
-    """The settings that may name functions or classes of the user."""
+def list_possible_function_specs(config: Config) -> list[str]:
+    """The values of all settings that may name functions or classes of the user."""
     objective = config.objective
     environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
     specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
@@ -890,7 +908,7 @@ def list_function_specs(config: Config) -> list[str]:
 
 def list_source_files(config: Config, task: tasks.Task) -> list[Path]:
     """The user's files with functions, and the files of rubrics and of the teacher's prompt."""
-    function_files = [functions.file_of_spec(spec) for spec in list_function_specs(config)]
+    function_files = [functions.file_of_spec(spec) for spec in list_possible_function_specs(config)]
     names = [*function_files, config.objective.teacher_prompt, task.rubric, task.witness]
     files = [Path(name) for name in names if name]
     return [file for file in dict.fromkeys(files) if file.is_file()]
@@ -912,7 +930,7 @@ def digest_functions_and_files(
             file = Path(name)
             digests[str(file)] = checkpoint.digest_of_reprs(file.read_bytes())
     for spec in specs:
-        text = functions.source_in_main_program(spec)
+        text = functions.source_code_if_in_main_program(spec)
         if text:
             digests[spec] = checkpoint.digest_of_reprs(text)
     return digests
@@ -920,9 +938,9 @@ def digest_functions_and_files(
 
 def names_of_training_only_sources(config: Config) -> set[str]:
     """
-    The names of the digests that say nothing about what an evaluation measures.
+    The names of the digests that do not affect what an evaluation measures.
 
-    A digest of the data is among them, because the held-out problems have a digest of their own.
+    They include the digest of the data, because the held-out problems have a digest of their own.
     """
     objective = config.objective
     training_specs = [objective.loss_type, objective.advantage, config.optimizer.kind]

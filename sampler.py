@@ -5,16 +5,16 @@ Each distinct prompt is prefilled once. The rows that continue it share or copy 
 rows are decoded together. A rollout holds the sampled ids, their float32 log-probabilities under
 the sampling distribution, and a mask that includes the end token.
 
-A `Decoder` is the step that all decode loops share: sample a token for each row, append it. A
-`SlotDecoder` does this for many rows in the slots of a cache. The loops only decide when rows end
-and when slots are reused: `decode` for rows without turns, layers/turns.py for rows with turns. The
-loop that streams an answer is in chat.py.
+A `Decoder` does the step that all decode loops share: it samples a token for each row and appends
+it. A `SlotDecoder` does this for many rows in the slots of a cache. The loops only decide when rows
+end and when slots are reused: `decode` for rows without turns, layers/turns.py for rows with turns.
+The loop that streams an answer is in chat.py.
 
 Randomness depends only on (key, row, position). So a completion does not depend on the rows that
-are decoded with it, and a row that was lost when memory ran out is sampled again unchanged.
+are decoded with it. If memory runs out, the lost rows are sampled again with the same result.
 
-In a completion with turns, an end token ends one turn. The reply that the row gets is prefilled
-before its next turn. The conversion of prompts to ids is in prompts/chat_template.py.
+In a completion with turns, an end token ends one turn. The reply to that turn is prefilled before
+the next turn. The conversion of prompts to ids is in prompts/chat_template.py.
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
@@ -37,7 +37,7 @@ from layers import attention, softmax
 from machine import alive, gpu, memory
 
 if TYPE_CHECKING:
-    from tools.episodes import Episodes
+    from layers.turns import Conversation
 
 LOOK_EVERY = 4  # steps between two checks for ended rows; a check costs one wait
 
@@ -45,24 +45,24 @@ LOOK_EVERY = 4  # steps between two checks for ended rows; a check costs one wai
 # ---- what goes in and what comes out
 
 
-class Stop(NamedTuple):
-    """Stop texts. A completion ends at the token that completes one of them."""
+class StopTexts(NamedTuple):
+    """Texts that end a completion at the token that completes one of them."""
 
     texts: Sequence[str]
     tokenizer: Any
 
-    def find_end(self, ids: list[int], start: int) -> int | None:
+    def num_ids_through_stop(self, ids: list[int], num_searched: int) -> int | None:
         """
-        The number of ids up to the one that completes the first stop text, which is included.
+        The number of ids up to and including the one that completes a stop text.
 
-        The number exceeds `start`. It is None if no stop text ends beyond the first `start` ids.
+        The first `num_searched` ids are known to complete none. Returns None if no later id does.
         """
         # A token has at least one byte. The 4 additional tokens cover a character that is split
         # between tokens, and a space that decoders strip.
         width = max(len(text.encode()) for text in self.texts) + 4
-        if not self._occurs_in(ids[max(start + 1 - width, 0) :]):
+        if not self._occurs_in(ids[max(num_searched + 1 - width, 0) :]):
             return None
-        for end in range(start + 1, len(ids) + 1):
+        for end in range(num_searched + 1, len(ids) + 1):
             if self._occurs_in(ids[max(end - width, 0) : end]):
                 return end
         return None
@@ -89,15 +89,15 @@ class SamplingParams(NamedTuple):
     eos_ids: Sequence[int] = ()  # each ends a completion
     pad_id: int = 0
     entropy: bool = False  # record the entropy of each token's distribution
-    stop: Stop | None = None  # for rows without turns
+    stop: StopTexts | None = None  # for rows without turns
 
     @property
-    def support(self) -> softmax.Support | None:
+    def support(self) -> softmax.TruncationSettings | None:
         """The restriction of the distribution; None if every token may be sampled."""
-        return softmax.Support.from_settings(self.top_p, self.top_k, self.min_p)
+        return softmax.TruncationSettings.from_settings(self.top_p, self.top_k, self.min_p)
 
-    def limits(self, num_rows: int) -> list[int]:
-        """`max_tokens` of each row."""
+    def max_tokens_per_row(self, num_rows: int) -> list[int]:
+        """The most tokens that each of `num_rows` rows may have."""
         if isinstance(self.max_tokens, int):
             limits = [self.max_tokens] * num_rows
         else:
@@ -116,6 +116,8 @@ class RolloutStats(NamedTuple):
     cache_bytes: int  # of the largest cache
     wait_s: float = 0.0  # seconds spent waiting for tools and environments
     speeds: Sequence[float] = ()  # completion tokens per second of each rank
+    # why episodes of an outside harness failed, a text for each; None without such a harness
+    failures: Sequence[str] | None = None
 
 
 class Rollout(NamedTuple):
@@ -133,7 +135,7 @@ class Rollout(NamedTuple):
     sequences: list[list[int]] | None = None
     # N lists, for rows with turns: the position in `sequences` of each sampled token
     places: list[list[int]] | None = None
-    stop: Stop | None = None  # of the sampling parameters
+    stop: StopTexts | None = None  # of the sampling parameters
 
     @property
     def lengths(self) -> np.ndarray:
@@ -150,9 +152,11 @@ class Rollout(NamedTuple):
 # ---- one token
 
 
-def uniforms(key: int, rows: Sequence[int], num_positions: int) -> np.ndarray:
+def four_uniforms_per_position(
+    key: int, row_numbers: Sequence[int], num_positions: int
+) -> np.ndarray:
     """
-    Four numbers in [0, 1) for each (row, position), (len(rows), num_positions, 4) float32.
+    Four numbers in [0, 1) for each (row, position), (len(row_numbers), num_positions, 4) float32.
 
     The generator (Philox) is counter-based and has the row in its counter, so rows and positions
     are independent.
@@ -160,8 +164,9 @@ def uniforms(key: int, rows: Sequence[int], num_positions: int) -> np.ndarray:
     """
     shape = (num_positions, 4)
     values = []
-    for row in rows:
-        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, row]))
+    for row_number in row_numbers:
+        counter = [0, 0, 0, row_number]
+        generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
         values.append(generator.random(shape, dtype=np.float32))
     return np.stack(values)
 
@@ -193,7 +198,7 @@ def choose_token(
 # ---- prompts
 
 
-def prefill_cache(model: gwen.Model, tokens: mx.array, cache: KVCache) -> mx.array:
+def prefill_and_get_last_logits(model: gwen.Model, tokens: mx.array, cache: KVCache) -> mx.array:
     """
     Appends (N, L) tokens to the rows of a cache; returns the logits after the last tokens, (N, V).
 
@@ -205,7 +210,7 @@ def prefill_cache(model: gwen.Model, tokens: mx.array, cache: KVCache) -> mx.arr
     begin = 0
     while length - begin > num_columns:
         model.hidden(tokens[:, begin : begin + num_columns], cache)
-        mx.eval(cache.arrays())  # wait: the next columns may use the memory of these
+        mx.eval(cache.arrays())  # wait: frees the memory of these columns for the next ones
         begin += num_columns
     logits = model.hidden(tokens[:, begin:], cache)[:, -1] @ model.head_weight.T
     mx.eval(logits, cache.arrays())
@@ -224,7 +229,7 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     padding = [length - len(prompt) for prompt in prompts]
     padded = [[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
     cache = KVCache(model.config.layer_kinds, length, mx.array(padding) if any(padding) else None)
-    logits = prefill_cache(model, mx.array(padded), cache)
+    logits = prefill_and_get_last_logits(model, mx.array(padded), cache)
     if not mx.isfinite(logits).all().item():
         raise ValueError(
             f"the first logits are not finite in {logits.dtype}; "
@@ -236,7 +241,7 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
 # ---- decoding
 
 
-class NotFinite(ValueError):
+class NonFiniteLogprob(ValueError):
     """A sampled token's log-probability is not finite, for example after float16 overflow."""
 
     def __init__(self, row: int, position: int, dtype: mx.Dtype):
@@ -251,7 +256,7 @@ class DecodeState:
     """The rows of a rollout, in host memory: parameters, sampled tokens, ends and cost so far."""
 
     progress: alive.Bar | None = None
-    conversation: "Episodes | None" = None  # replies to the turns; None for rows without turns
+    conversation: "Conversation | None" = None  # replies to the turns; None for rows without turns
 
     def __init__(
         self,
@@ -260,20 +265,20 @@ class DecodeState:
         key: int,
         row_numbers: Sequence[int] | None = None,
     ):
-        """row_numbers: each row's number, for its random numbers; None: rows are counted from 0."""
+        """row_numbers: each row's number, which determines its randomness; None counts from 0."""
         self.params = params
         self.key = key
         self.row_numbers = row_numbers or range(num_rows)
         self.eos_ids = np.array(params.eos_ids, np.int32)
-        self.max_tokens = np.array(params.limits(num_rows))
-        # the most tokens that each row may have; with turns, fewer if the context ends first
+        self.max_tokens = np.array(params.max_tokens_per_row(num_rows))
+        # the most tokens that each row may have; in rows with turns, the context may allow fewer
         self.limits = self.max_tokens.copy()
         self.lengths = np.zeros(num_rows, int)  # sampled tokens
         self.ended = np.zeros(num_rows, bool)
         self.at_stop_text = np.zeros(num_rows, bool)
         self.num_searched = np.zeros(num_rows, int)  # tokens searched for a stop text
 
-        # values of each token: its id, its log-probability and, if requested, the entropy
+        # for each token, its id, its log-probability and, if requested, its entropy
         shape = (num_rows, self.limits.max())
         self.ids = np.full(shape, params.pad_id, np.int32)
         self.columns = [self.ids, *np.zeros((1 + params.entropy, *shape), np.float32)]
@@ -287,7 +292,7 @@ class DecodeState:
         self.places: list[list[int]] = [[] for _ in range(num_rows)]
         self.reasons = [""] * num_rows
 
-    def has_ended(self, rows: np.ndarray) -> np.ndarray:
+    def is_at_end_token_or_stop(self, rows: np.ndarray) -> np.ndarray:
         """Whether each row's newest token is an end token or completes a stop text."""
         newest_ids = self.ids[rows, self.lengths[rows] - 1]
         is_end_token = (newest_ids[:, None] == self.eos_ids).any(-1)
@@ -299,12 +304,12 @@ class DecodeState:
             return bool(self.reasons[row])
         return bool(self.ended[row])
 
-    def restart(self, rows: Sequence[int]) -> None:
+    def drop_all_tokens(self, rows: Sequence[int]) -> None:
         """Drops all tokens of these rows, which begin again after memory ran out."""
         self.lengths[rows] = 0
         self.num_searched[rows] = 0
 
-    def write(self, rows: np.ndarray, sampled: Sequence[mx.array]) -> None:
+    def append_unless_ended(self, rows: np.ndarray, sampled: Sequence[mx.array]) -> None:
         """Appends a sampled token to each of these rows, unless the row has ended."""
         values = [np.array(column) for column in sampled]  # wait
         is_going = ~self.ended[rows]
@@ -313,7 +318,7 @@ class DecodeState:
             column[rows, self.lengths[rows]] = row_values[is_going]
         self.lengths[rows] += 1
         is_full = self.lengths[rows] == self.limits[rows]
-        self.ended[rows] = self.has_ended(rows) | is_full
+        self.ended[rows] = self.is_at_end_token_or_stop(rows) | is_full
 
     def cut_at_stop(self, rows: np.ndarray) -> None:
         """Ends rows at the token that completes a stop text, and drops the tokens after it."""
@@ -321,9 +326,9 @@ class DecodeState:
             return
         for row in rows[self.lengths[rows] > self.num_searched[rows]]:
             ids = self.ids[row, : self.lengths[row]].tolist()
-            end = self.params.stop.find_end(ids, self.num_searched[row])
-            if end:
-                self.lengths[row] = end
+            length = self.params.stop.num_ids_through_stop(ids, self.num_searched[row])
+            if length:
+                self.lengths[row] = length
                 self.at_stop_text[row] = True
                 self.ended[row] = True
             self.num_searched[row] = self.lengths[row]
@@ -336,10 +341,11 @@ class DecodeState:
             num_over = sum(map(bool, self.reasons))
         self.progress.show_progress(num_over, self.lengths.sum(), "tok")
 
-    def uniforms(self, rows: Sequence[int]) -> np.ndarray:
+    def uniforms_for_all_tokens(self, rows: Sequence[int]) -> np.ndarray:
         """The random numbers for all tokens of these rows, (len(rows), tokens, 4)."""
         row_numbers = [self.row_numbers[row] for row in rows]
-        return uniforms(self.key, row_numbers, self.max_tokens[list(rows)].max())
+        num_positions = self.max_tokens[list(rows)].max()
+        return four_uniforms_per_position(self.key, row_numbers, num_positions)
 
 
 class Decoder:
@@ -350,13 +356,13 @@ class Decoder:
     the next step before it reads the tokens of this step.
     """
 
-    logits: mx.array  # those of each row's next token, (N, V)
+    logits: mx.array  # the logits of each row's next token, (N, V)
 
     def __init__(self, model: gwen.Model, cache: Cache, params: SamplingParams):
         self.model = model
         self.cache = cache
         self.params = params
-        self.forward = gwen.make_decode_step(model)
+        self.forward = gwen.make_decode_to_hidden_step(model)
 
     def sample(self, uniforms: np.ndarray) -> tuple[mx.array, ...]:
         """
@@ -402,8 +408,8 @@ class SlotDecoder(Decoder):
         self.prompt_of = prompt_of
         self.state = state
         self.waiting_rows = list(prompt_of)  # rows that have not begun
-        state.restart(self.waiting_rows)
-        self.uniforms = state.uniforms(self.waiting_rows)
+        state.drop_all_tokens(self.waiting_rows)
+        self.uniforms = state.uniforms_for_all_tokens(self.waiting_rows)
         self.uniforms_index = np.zeros(len(state.limits), int)  # by row
         self.uniforms_index[self.waiting_rows] = np.arange(len(prompt_of))
         # tokens sampled for each row, including those that have not been read
@@ -414,7 +420,7 @@ class SlotDecoder(Decoder):
         num_slots = cache.num_slots
         self.rows = np.zeros(num_slots, int)  # the row of each slot
         self.logits = mx.zeros((num_slots, prompt_logits.shape[1]), prompt_logits.dtype)
-        self._begin_rows(list(range(num_slots)))
+        self._begin_waiting_rows(list(range(num_slots)))
 
     def sample_slots(self) -> tuple[mx.array, ...]:
         """Samples each slot's next token as `sample` does, and adds it to `unread_steps`."""
@@ -433,48 +439,48 @@ class SlotDecoder(Decoder):
         """Samples a token for each slot, and appends it."""
         self.append(self.sample_slots())
 
-    def read_steps(self, num_left: int) -> None:
-        """Writes the tokens of all unread steps to the state, except for the newest `num_left`."""
-        while len(self.unread_steps) > num_left:
-            self.state.write(*self.unread_steps.pop(0))  # wait
+    def read_all_but_newest(self, num_newest: int) -> None:
+        """Writes the tokens of all unread steps except the newest `num_newest` to the state."""
+        while len(self.unread_steps) > num_newest:
+            self.state.append_unless_ended(*self.unread_steps.pop(0))  # wait
 
-    def append_ids(self, ids_of: dict[int, list[int]]) -> None:
+    def append_ids(self, ids_by_slot: dict[int, list[int]]) -> None:
         """
         Appends ids to some slots, and updates their `logits` to those after the last ids.
 
-        ids_of: the ids to append, by slot; each slot may get a different number of ids.
+        ids_by_slot: the ids to append, by slot; each slot may get a different number of ids.
         """
-        slots = list(ids_of)
-        lengths = [len(ids) for ids in ids_of.values()]
+        slots = list(ids_by_slot)
+        lengths = [len(ids) for ids in ids_by_slot.values()]
         width = max(lengths)
         self.cache.plan_writes(dict(zip(slots, lengths, strict=True)))
-        tokens = mx.array([ids + [0] * (width - len(ids)) for ids in ids_of.values()])
+        tokens = mx.array([ids + [0] * (width - len(ids)) for ids in ids_by_slot.values()])
         last_places = mx.arange(len(slots)), mx.array(lengths) - 1
         last_hidden = self.model.hidden(tokens, self.cache)[last_places]
         self.logits[mx.array(slots)] = last_hidden @ self.model.head_weight.T
         mx.eval(self.logits, self.cache.arrays())  # wait: the next ids may use this memory
 
     def has_enough_idle(self, num_idle: int) -> bool:
-        """Whether this many idle slots are worth the cost of `reuse_slots`."""
+        """Whether this many idle slots are worth the cost of `refill_or_drop_slots`."""
         least = REFILL if self.waiting_rows else SHRINK
         return num_idle >= least * len(self.rows)
 
-    def reuse_slots(self, idle: list[int]) -> None:
+    def refill_or_drop_slots(self, idle_slots: list[int]) -> None:
         """
-        Gives idle slots to waiting rows. If no row waits, drops the idle slots.
+        Gives idle slots to waiting rows, or drops the idle slots if no row waits.
 
-        If all slots are idle and no row waits, nothing changes.
+        If no row waits and all slots are idle, nothing changes.
         """
         if self.waiting_rows:
-            self._begin_rows(idle[: len(self.waiting_rows)])
+            self._begin_waiting_rows(idle_slots[: len(self.waiting_rows)])
             return
-        busy = [slot for slot in range(len(self.rows)) if slot not in idle]
+        busy = [slot for slot in range(len(self.rows)) if slot not in idle_slots]
         if busy:
             self.cache.keep_only_slots(busy)
             self.rows = self.rows[busy]
             self.logits = self.logits[mx.array(busy)]
 
-    def _begin_rows(self, slots: list[int]) -> None:
+    def _begin_waiting_rows(self, slots: list[int]) -> None:
         """Begins the next waiting rows in these slots, each after its prompt."""
         self.rows[slots] = self.waiting_rows[: len(slots)]
         self.waiting_rows = self.waiting_rows[len(slots) :]
@@ -489,8 +495,8 @@ def decode(decoder: SlotDecoder) -> None:
     """
     Samples all rows of a decoder up to their ends. The rows have no turns.
 
-    It waits only every LOOK_EVERY steps. It then reads all sampled tokens except the newest, so
-    that the device always has a step to compute.
+    The loop waits only every `LOOK_EVERY` steps. Then it reads all sampled tokens except the
+    newest, so that the device always has a step to compute.
     """
     state = decoder.state
     cache = decoder.cache
@@ -498,7 +504,7 @@ def decode(decoder: SlotDecoder) -> None:
     last_column = decoder.uniforms.shape[1] - 1
 
     for step in itertools.count():
-        # An ended row still samples tokens until its end is read. They get no more columns.
+        # An ended row keeps sampling until its end is read, but takes up no more columns.
         np.minimum(cache.lengths, last_column, out=cache.lengths)
         sampled = decoder.sample_slots()
         is_full = decoder.num_sampled[decoder.rows] >= state.limits[decoder.rows]
@@ -509,7 +515,7 @@ def decode(decoder: SlotDecoder) -> None:
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue
 
-        decoder.read_steps(num_left=1)
+        decoder.read_all_but_newest(num_newest=1)
         state.cut_at_stop(all_rows)
         state.show_progress()
 
@@ -517,12 +523,12 @@ def decode(decoder: SlotDecoder) -> None:
         if ended.all() and not decoder.waiting_rows:
             break
         if decoder.has_enough_idle(ended.sum()):
-            decoder.reuse_slots(np.flatnonzero(ended).tolist())
+            decoder.refill_or_drop_slots(np.flatnonzero(ended).tolist())
 
-    decoder.read_steps(num_left=0)
+    decoder.read_all_but_newest(num_newest=0)
     state.cut_at_stop(all_rows)
     state.show_progress()
-    mx.synchronize()  # wait: a queued step holds the cache
+    mx.synchronize()  # wait: a queued step keeps the cache in memory
 
 
 def continue_greedily(
@@ -531,7 +537,7 @@ def continue_greedily(
     """
     Returns the likeliest ids after each row of a cache, up to the first end id or to `max_tokens`.
 
-    logits: those of each row's first token, (N, V).
+    logits: the logits of each row's first token, (N, V).
     """
     num_rows = len(logits)
     params = SamplingParams(max_tokens, 0.0, eos_ids=end_ids)
@@ -557,7 +563,7 @@ def sample_batch(
     batch_size: int,
     share_prefix: bool | None,
 ) -> None:
-    """Prefills prompts and samples their rows. All their memory is local to this call."""
+    """Prefills prompts and samples their rows. The caches are freed when this call ends."""
     begin = time.perf_counter()
     prompts = [list(prompt) for prompt in rows_by_prompt]
     prompt_cache, prompt_logits = prefill(model, prompts, state.params.pad_id)
@@ -574,7 +580,9 @@ def sample_batch(
     cache = SlotCache(prompt_cache, min(batch_size, num_rows), width, share_prefix)
     decoder = SlotDecoder(model, cache, prompt_logits, prompt_of, state)
     if state.conversation:
-        from layers.turns import TurnScheduler  # here: rows without turns do not need it
+        from layers.turns import (
+            TurnScheduler,
+        )  # imported here, since rows without turns do not need it
 
         prompt_lengths = {row: len(prompts[index]) for row, index in prompt_of.items()}
         TurnScheduler(decoder, prompt_lengths).decode()
@@ -627,23 +635,23 @@ def sample_with_retries(
                 "free some memory, or start again with a lower --max-tokens"
             )
         size.halve(len(rows))
-        line = f"sampling: out of memory, going on with {size.rows} rows at once"
+        line = f"sampling: out of memory; continuing with {size.rows} rows at once"
         tqdm.write(line, file=sys.stderr)
 
 
 def make_rollout(state: DecodeState, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
-    """The rollout of rows that have all ended. Raises NotFinite for a bad log-probability."""
+    """The rollout of rows that have all ended. Raises `NonFiniteLogprob` if any token has one."""
     width = int(state.lengths.max())
     mask = np.arange(width) < state.lengths[:, None]
     is_wrong = mask & ~np.isfinite(state.columns[1][:, :width])
     if is_wrong.any():
         row, position = np.argwhere(is_wrong).tolist()[0]
-        raise NotFinite(row, position, dtype)
+        raise NonFiniteLogprob(row, position, dtype)
 
     arrays = []
     for column, fill in zip(state.columns, (state.params.pad_id, 0, 0), strict=False):
         arrays.append(mx.array(np.where(mask, column[:, :width], fill)))
-    has_ended = state.has_ended(np.arange(len(mask)))
+    has_ended = state.is_at_end_token_or_stop(np.arange(len(mask)))
     finish_reasons = ["stop" if ended else "length" for ended in has_ended]
     result = Rollout(
         completion_ids=arrays[0],
@@ -671,7 +679,7 @@ def rollout(
     rows: Sequence[int] | None = None,
     batch_size: int | memory.BatchSize = 64,
     share_prefix: bool | None = None,
-    episodes: "Episodes | None" = None,
+    episodes: "Conversation | None" = None,
 ) -> Rollout:
     """
     Samples `group_size` completions of each prompt.
@@ -679,22 +687,22 @@ def rollout(
     Row b * group_size + g is completion g of prompt b. Log-probabilities are those of the sampling
     distribution, whose support `params` restricts.
 
-    prompts: token ids of any lengths.
+    prompts: the token ids of each prompt.
     key: all randomness comes from (key, row, position).
-    rows: the row numbers, if these rows are part of a larger rollout; None: they count from 0.
+    rows: the row numbers, if these rows are part of a larger rollout; None counts from 0.
     batch_size: the most rows to decode at once; halved when memory runs out.
-    share_prefix: hold a prompt's cache once for its group instead of copying it to each row; None:
-    `attention.should_share_prefix` decides. batch_size and share_prefix affect speed and memory
-    only.
+    share_prefix: whether a group shares one cache of its prompt, instead of a copy for each row;
+    None lets `attention.should_share_prefix` decide.
+    batch_size and share_prefix affect only speed and memory.
     episodes: tools or environments that reply between turns. An end token then ends a turn,
-    `max_tokens` counts all turns, and the `context` of the episodes is the most tokens of a row.
+    `max_tokens` counts all turns, and the `context` of the episodes limits the tokens of a row.
 
     Raises ValueError for an empty prompt, for logits that are not finite, and if memory is too
     small for one row.
     """
     if not prompts or not all(prompts):
-        raise ValueError("a prompt has no tokens")
-    assert episodes is None or not params.stop, "stop texts for rows in turns"
+        raise ValueError("rollout needs at least one prompt, and at least one token per prompt")
+    assert episodes is None or not params.stop, "rows with turns cannot have stop texts"
     size = batch_size if isinstance(batch_size, memory.BatchSize) else memory.BatchSize(batch_size)
 
     num_rows = len(prompts) * group_size

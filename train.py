@@ -1,5 +1,5 @@
 """
-GRPO samples completions of each prompt, scores them, and makes the better completions likelier.
+GRPO samples several completions of each prompt, scores them, and makes the better ones likelier.
 
     uv run train.py
 
@@ -17,8 +17,8 @@ One step of the loop in `train`:
                             computed anyway, to keep the averaged statistics unbiased.
         make_batches:       Pad the samples into batches, which contain everything that the loss
                             needs.
-        reference:          If there is a KL term, compute the log-probabilities under the model as
-                            it was before training.
+        reference:          If there is a KL term, compute the log-probabilities under the model
+                            before training.
         teacher:            With --teacher, compute the teacher's hidden states for the completions.
         optimizer steps:    Minimize the clipped loss. A step that moves the policy beyond
                             --target-kl is shortened. The log-probabilities of the old policy come
@@ -28,7 +28,7 @@ One step of the loop in `train`:
                             have other ratios, because an earlier policy wrote them.
 
 The loop handles samples (step/sample.py): a sample is one response to one prompt. Supervised
-fine-tuning runs the same loop on given replies, each with an advantage of 1.
+fine-tuning runs the same loop on given replies, each of which has an advantage of 1.
 
 A run writes its settings, metrics, completions, evaluations and checkpoints to the run directory.
 `--resume DIR` continues the run in the directory DIR. The state of a run is in run.py; starting,
@@ -56,7 +56,11 @@ from flags import exit_with_error, message_with_advice
 from judging.grader import Judgement
 from machine import link
 from machine.output import guard_output
-from reporting.callbacks import CallbackCaller, check_callbacks, train_with_callbacks
+from reporting.callbacks import (
+    CallbackCaller,
+    instantiate_and_check_callbacks,
+    train_with_callbacks,
+)
 from reporting.journal import StepSamples
 from rewards import form
 from rewards.rewards import LoggedValues
@@ -75,7 +79,7 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
     """
     Trains from step `run.step` to the last step, and yields the metrics of each step.
 
-    run: everything that lasts longer than one step, such as the model and the settings.
+    run: everything that outlives a single step, such as the model and the settings.
     """
     clock = run.journal.clock
     if run.evaluate_if_due_and_check_for_best():
@@ -83,13 +87,13 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
     run.update_page_if_due()
 
     while run.step < run.config.optimizer.steps:
-        clock.take_seconds_by_phase()  # the time for evaluating and saving is not part of any step
+        clock.take_seconds_by_phase()  # drops the time for evaluating and saving
         mx.reset_peak_memory()
 
         if isinstance(run, GrpoRun):
             collected = collect_samples(run)
         else:
-            collected = StepSamples(run.replies_for_next_step())
+            collected = StepSamples(run.samples_for_next_step())
         samples = run.apply_samples_hook(collected.samples)
         update_on_samples = functools.partial(update_policy, run, samples)
         result = run.update_with_memory_retries(update_on_samples)
@@ -102,8 +106,8 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
             run.step, seconds, collected, result, peak_memory
         )
         run.journal.write_new_judge_scores(run.step, run.judge)
-        # from here on the run can be saved, so a pending Ctrl-C takes effect
-        run.mark_step_as_complete(figures)
+        # from here on, the run can be saved, so a pending Ctrl-C takes effect
+        run.snapshot_step_or_interrupt(figures)
         is_best = run.evaluate_if_due_and_check_for_best()
         if is_best or run.save_is_due():
             run.save()
@@ -125,7 +129,7 @@ def collect_samples(run: GrpoRun) -> StepSamples:
 def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
     """Samples completions of the step's prompts. Returns the samples and the sampling times."""
     settings = run.config.sampling
-    # if the task makes up its problems, this call makes up new ones
+    # if the problems of the task are endless, this call makes new ones
     examples, prompts = run.prompts.next_prompts(run.step)
     empty_samples = sample.new_samples(examples, prompts, settings.groups)
     with run.journal.clock.phase("rollout") as done:
@@ -138,6 +142,7 @@ def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
             key=(settings.seed << 32) + run.step + 1,
             batch_size=run.batch_size,
             toolbox=run.toolbox,
+            player=run.player,
             environment_seed=f"{settings.seed} {run.step}",
             environment_reward_weights=run.task.reward_weights,
         )
@@ -149,7 +154,7 @@ def score(
     run: GrpoRun, samples: list[Sample]
 ) -> tuple[list[Sample], LoggedValues, Judgement | None]:
     """
-    Calls each reward function once, and also the judge, if there is one.
+    Calls each reward function once, and the judge if there is one.
 
     Returns the samples with their rewards, the values that the reward functions logged, and the
     judgement (None if there is no judge).
@@ -173,7 +178,7 @@ def score(
 
     if config.data.reward_gate == "form":
         weighted = {name: values for name, values in components.items() if weights[name]}
-        components |= form.apply_gate(
+        components |= form.rewards_capped_at_0_if_gate_fails(
             weighted,
             [sample.example for sample in samples],
             [sample.text for sample in samples],
@@ -258,7 +263,7 @@ class Trainer:
 
         Raises a one-line ValueError if the user made a mistake. A new run then leaves no directory.
         """
-        callbacks = check_callbacks(callbacks)
+        callbacks = instantiate_and_check_callbacks(callbacks)
         self.run = trainer.open_run(spec)
         self.callbacks = CallbackCaller(self.run, callbacks)
         self.callbacks.call("on_init_end")
@@ -276,7 +281,9 @@ class Trainer:
         **settings: Any,
     ) -> "Trainer":
         """
-        Begins a new run. recipe: a YAML file of settings that replaces the task's recipe.
+        Begins a new run.
+
+        recipe: a YAML file of settings that replaces the task's recipe.
 
         `data` and `eval_data` may each be a list of dictionaries, or a table from `datasets` or
         pandas. `reward` may be a function or a list of functions. `loss_type` and `advantage` may
@@ -285,7 +292,7 @@ class Trainer:
         or module, so that a resumed run can find them. `callbacks` are objects with methods such as
         `on_step_end` (see reporting/callbacks.py).
         """
-        flags = trainer.flag_values_from_arguments(settings)
+        flags = trainer.convert_arguments_and_cache_data(settings)
         return cls(trainer.make_run_spec(flags, recipe, run_dir=run_dir), callbacks)
 
     @classmethod
@@ -304,7 +311,7 @@ class Trainer:
 
         allow_changes: whether to continue although the run's data, rewards or files have changed.
         """
-        flags = trainer.flag_values_from_arguments(settings)
+        flags = trainer.convert_arguments_and_cache_data(settings)
         spec = trainer.make_run_spec(flags, resume=str(run_dir), allow_changes=allow_changes)
         return cls(spec, callbacks)
 
@@ -312,9 +319,11 @@ class Trainer:
         """
         Trains, and yields the metrics of each step, named as in `metrics.jsonl`.
 
-        Prints a summary at the end. stop_if_hopeless: whether to raise ValueError, with advice on
-        what to change, if the first steps of a long run give the model nothing to learn from. The
-        check uses ordinary training steps, so it costs nothing.
+        Prints a summary at the end.
+
+        stop_if_hopeless: whether to raise ValueError, with advice on what to change, if the first
+        steps of a long run give the model nothing to learn from. The check only looks at ordinary
+        training steps, so it costs nothing.
         """
         self.run.on_samples = self.on_samples
         steps = trainer.run_steps(self.run, train, stop_if_hopeless=stop_if_hopeless)
@@ -323,7 +332,7 @@ class Trainer:
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback, which is an object with methods such as `on_step_end`."""
-        self.callbacks.callbacks += check_callbacks([callback])
+        self.callbacks.callbacks += instantiate_and_check_callbacks([callback])
 
     def fit(self) -> "Trainer":
         """Trains to the last step."""
@@ -345,17 +354,18 @@ class Trainer:
         contains the whole model. Files of the same names are replaced. For a merged model or a GGUF
         file, use export.py.
         """
-        trainer.save_model(self.run, Path(directory))
+        trainer.write_peft_adapter_or_full_model(self.run, Path(directory))
 
     def push_to_hub(
         self, repo_id: str, *, private: bool = True, commit_message: str = "End of training"
     ) -> str | None:
         """
-        Uploads what `save_model` writes to the hub. Returns the address of the repository.
+        Uploads to the hub the files that `save_model` writes. Returns the repository's address.
 
-        repo_id: OWNER/NAME. The repository is created if it does not exist. private: whether a new
-        repository is private. With several machines, only the first one uploads, and the others
-        return None.
+        repo_id: OWNER/NAME. The repository is created if it does not exist.
+        private: whether a new repository is private.
+
+        With several machines, only the first one uploads, and the others return None.
         """
         return trainer.push_to_hub(
             self.run, repo_id, private=private, commit_message=commit_message
@@ -363,7 +373,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """
-        Evaluates the model on the held-out problems. Returns the metrics in `eval.jsonl`.
+        Evaluates the model on the held-out problems. Returns the metrics recorded in `eval.jsonl`.
 
         If the model has already been evaluated at this step, the recorded metrics are returned.
         """
@@ -378,10 +388,10 @@ class Trainer:
         """
         Samples `n` completions of each prompt with the run's sampling settings.
 
-        temp: a temperature to use instead of the one in the settings; 0 decodes greedily.
         prompts: one prompt or a sequence of prompts. A prompt is either a string or a list of chat
         messages. A string is placed after the messages with which every training prompt begins. A
         list of messages is used unchanged.
+        temp: a temperature to use instead of the one in the settings; 0 decodes greedily.
         """
         return trainer.sample_completions(self.run, prompts, n, temp)
 
@@ -391,7 +401,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command `train.py` with the given arguments."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        with link.connect_machines(), run_files.unlock_run_dirs_on_exit():
+        with link.connect_machines(), run_files.unlock_run_dirs_after_block():
             trainer.run_train_command(parse_flags(arguments), train)
     except ValueError as error:
         exit_with_error(link.end_reason_with_machine_name(error))

@@ -1,8 +1,8 @@
 """
 Starts, resumes and stops runs, from Python or from the command line, with one seed or several.
 
-Users import `Trainer` from train.py, which also contains the training loop. The state that a run
-saves is in run.py. The settings are defined in config.py. The files in settings/ read their values.
+Users import `Trainer` from train.py, which also contains the training loop. run.py contains the
+state that a run saves. config.py defines the settings, and the files in settings/ read them.
 """
 
 import argparse
@@ -42,13 +42,13 @@ from machine import link, memory, world
 from machine.output import guard_output
 from prompts import chat_template, data
 from reporting import trackers
-from reporting.console import name_console_columns, print_line, print_warning
+from reporting.console import describe_console_columns, print_line, print_line_to_stderr
 from reporting.journal import evaluation_is_due
 from rewards import functions
 from run import GrpoRun, SftRun, make_run
 from settings.sources import (
     LATER,
-    command_with_extras,
+    command_prefix_with_extras,
     list_existing_files,
     refuse_unknown_settings,
     resolve_settings,
@@ -63,16 +63,16 @@ Loop = Callable[[Any], Iterator[dict[str, Any]]]
 # ---- making a run
 
 
-def flag_values_from_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+def convert_arguments_and_cache_data(arguments: dict[str, Any]) -> dict[str, Any]:
     """
     Converts Python arguments to values that flags can have.
 
-    A function is converted to the name by which it can be imported. Rows of data are written to a
-    file in the cache, and replaced by the path of this file.
+    A function is converted to the name by which it can be imported. Rows in `data` or `eval_data`
+    are written to a file in the cache, and replaced by the path of this file.
     """
 
     def to_flag_value(value: Any) -> Any:
-        """Converts a function to its name and a path to a string. Other values stay the same."""
+        """Converts a function to its name, and a path to a string. Other values stay the same."""
         if isinstance(value, (list, tuple)):
             return [to_flag_value(element) for element in value]
         if callable(value):
@@ -86,7 +86,7 @@ def flag_values_from_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     if isinstance(optimizer, optim.Optimizer):
         name = type(optimizer).__name__
         raise ValueError(
-            f"optimizer is a {name} object, which a resumed run could not make again; give a "
+            f"optimizer is a {name} object, which a resumed run could not make again; pass a "
             f"function that makes it: def make_optimizer(learning_rate): return {name}"
             "(learning_rate), with optimizer=make_optimizer"
         )
@@ -102,7 +102,7 @@ class RunSpec(NamedTuple):
     """Everything that is needed to start or resume a run."""
 
     config: Config
-    state: checkpoint.State | None  # the checkpoint to resume from; None for a new run
+    state: checkpoint.TrainingState | None  # the checkpoint to resume from; None for a new run
     path: str  # the path of the run directory
     run_dir: str | None  # the run directory that the user asked for; None if the user named none
     allow_changes: bool
@@ -113,7 +113,7 @@ class RunSpec(NamedTuple):
         """Whether all steps and the last evaluation have been completed."""
         if self.state is None or self.state.step < self.config.optimizer.steps:
             return False
-        evaluations = run_files.JsonLines(Path(self.path) / "eval.jsonl").read()
+        evaluations = run_files.JsonLinesLog(Path(self.path) / "eval.jsonl").read()
         return not evaluation_is_due(self.config, self.state.step, evaluations)
 
 
@@ -134,25 +134,27 @@ def make_run_spec(
 
     def resolve_settings_and_load_checkpoint() -> list[Any]:
         """Returns the flags, the checkpoint (None for a new run) and the path of the run."""
-        config, choice = resolve_settings(flags, recipe, resume, model_choice.choose_model)
+        config, choice = resolve_settings(
+            flags, recipe, resume, model_choice.choose_model_and_reason
+        )
         trackers.check_trackers(config.records.report_to)
         print_line(choice)
         settings = config.to_flags()
         if resume is None:
-            path = run_files.choose_run_dir(config.data.task, run_dir)
+            path = run_files.choose_unused_run_dir(config.data.task, run_dir)
             return [settings, None, str(path)]
         return [settings, lock_run_and_load_checkpoint(Path(resume), config, allow_changes), resume]
 
     settings, state, path = world.compute_on_rank0(resolve_settings_and_load_checkpoint)
     if state:
-        state = checkpoint.State(*state)
+        state = checkpoint.TrainingState(*state)
     config = Config.from_flags(**settings)
     return RunSpec(config, state, path, run_dir, allow_changes, flags)
 
 
 def lock_run_and_load_checkpoint(
     path: Path, config: Config, allow_changes: bool
-) -> checkpoint.State:
+) -> checkpoint.TrainingState:
     """
     Locks the run directory, loads the newest checkpoint, and compares it with the settings.
 
@@ -163,12 +165,13 @@ def lock_run_and_load_checkpoint(
     run_files.lock_run_dir(path)
     state = checkpoint.load(path)
     named_files = list_existing_files(settings)  # a flag may name the new path of a moved file
-    state = checkpoint.copy_with_new_paths(state, places.find_moved_paths(path, named_files))
+    state = checkpoint.copy_with_new_paths(
+        state, places.find_and_print_moved_paths(path, named_files)
+    )
     fixed = {name: value for name, value in settings.items() if not SETTINGS[name].later}
     checkpoint.refuse_or_report_changes(path, state, fixed, allow_changes)
-    checkpoint.copy_adapter_into_run_dir(
-        path, state
-    )  # needed if the process was killed before it published this checkpoint
+    # needed if the process was killed before it published this checkpoint
+    checkpoint.copy_adapter_and_update_best(path, state)
     return state
 
 
@@ -193,13 +196,13 @@ def open_run(spec: RunSpec) -> GrpoRun | SftRun:
     # checked only after the checkpoint was restored, because it may have reduced the batch sizes
     run.raise_if_memory_is_short()
     if state:
-        # The caller keeps `spec`. So the master weights in the checkpoint are dropped here;
-        # otherwise they would stay in memory for the whole run.
+        # The caller keeps `spec`, so the checkpoint's master weights and moments would otherwise
+        # stay in memory for the whole run.
         state.trainable.clear()
         state.optimizer.clear()
 
-    # The directory is created only after everything has been loaded, so that no directory is left
-    # behind if the user made a mistake.
+    # The directory is created only after everything has been loaded, so that a user's mistake
+    # leaves no directory behind.
     run.dir = Path(world.compute_on_rank0(lambda: create_or_update_run_dir(run, spec)))
     run.holds_lock = True  # the lock is kept until the training loop ends
     run.open_logs_and_record_inputs()
@@ -207,14 +210,14 @@ def open_run(spec: RunSpec) -> GrpoRun | SftRun:
     if only_here:
         print_line(
             f"only this program can resume or evaluate the run, because only this program defines "
-            f"{', '.join(only_here)}; to do so from elsewhere, move the function to a file and "
-            "import it from there"
+            f"{', '.join(only_here)}; to allow other programs, move the functions to a file, and "
+            "import them from there"
         )
     num_trainable = sum(array.size for array in run.learner.trainable.values())
     print_line(f"run: {run.dir}, {num_trainable:,} trainable parameters")
     print_line(run.memory_line)
-    print_line(time_estimate.format_phases_line(run.demand))
-    print_line(name_console_columns(run.config))
+    print_line(time_estimate.format_phase_times_and_advice(run.demand))
+    print_line(describe_console_columns(run.config))
     return run
 
 
@@ -222,7 +225,8 @@ def create_or_update_run_dir(run: GrpoRun | SftRun, spec: RunSpec) -> str:
     """
     Creates the directory of a new run, or updates the settings in the directory of a resumed run.
 
-    Returns the path of the directory.
+    Returns the path of the directory. Raises ValueError if the data or files of a resumed run have
+    changed, unless `spec.allow_changes` is true.
     """
     state = spec.state
     settings_text = to_yaml(run.config, run.sizes)
@@ -233,14 +237,14 @@ def create_or_update_run_dir(run: GrpoRun | SftRun, spec: RunSpec) -> str:
         )
         return str(run_dir)
 
-    # the digest of the data covers the held-out problems, so naming both would say the same twice
+    # the digest of the data covers the held-out problems, so a change would be reported twice
     sources = {name: digest for name, digest in run.sources.items() if name != run_changes.HELD_OUT}
     checkpoint.refuse_or_report_changes(run.dir, state, sources, spec.allow_changes)
     for name, value in run.config.to_flags(run.sizes).items():
         old_value = state.extra["settings"].get(name, value)
         if value != old_value:
             print_line(f"after step {state.step}: {flag_of(name)} {value} (was {old_value!r})")
-    changes = run_changes.record_changes(
+    changes = run_changes.record_and_read_all_changes(
         run.dir,
         state.step,
         before=(state.extra["settings"], state.extra["sources"]),
@@ -248,7 +252,9 @@ def create_or_update_run_dir(run: GrpoRun | SftRun, spec: RunSpec) -> str:
         training_only=run.training_only_sources,
     )
     comments = run_changes.format_yaml_comments(changes)
-    run_files.write_settings(comments + settings_text, run.dir, files, run.source_files, state.step)
+    run_files.write_settings_facts_and_code(
+        comments + settings_text, run.dir, files, run.source_files, state.step
+    )
     return str(run.dir)
 
 
@@ -267,13 +273,14 @@ def run_steps(
         run_files.lock_run_dir(run.dir)
     if run.learner.optimizer is not run.learner.configured_optimizer:
         name = type(run.learner.optimizer).__name__
-        print_warning(
-            f"the optimizer was replaced by {name}; the run sets its learning rate, and neither "
-            "config.yaml nor a resumed run knows of it; use optimizer= of Trainer.start instead"
+        print_line_to_stderr(
+            f"the optimizer was replaced by {name}; the run sets the learning rate of {name}, but "
+            f"neither config.yaml nor a resumed run will mention {name}; pass optimizer= to "
+            "Trainer.start instead"
         )
     first_steps: list[dict[str, Any]] = []
     try:
-        run.prepare_to_train()
+        run.check_parts_and_prepare_to_train()
         with guard_output(is_log=True), with_live_display(run), save_on_interrupt_or_error(run):
             for figures in loop(run):
                 yield figures
@@ -298,7 +305,9 @@ def raise_if_hopeless(run: GrpoRun | SftRun, first_steps: list[dict[str, Any]]) 
     if run.journal.evaluations:
         evaluation_seconds = run.journal.evaluations[0]["eval/s"]
     advice = world.compute_on_rank0(
-        lambda: trial.advise_if_no_signal(run.config, first_steps, evaluation_seconds, run.dir)
+        lambda: trial.advise_if_long_run_has_no_signal(
+            run.config, first_steps, evaluation_seconds, run.dir
+        )
     )
     if advice:
         raise ValueError(
@@ -316,8 +325,8 @@ def sample_completions(
     temp: the temperature; None stands for the run's --temp.
     """
     settings = run.config.sampling
-    if getattr(run, "toolbox", None):
-        command = command_with_extras(run.config.to_flags(), "chat.py")
+    if getattr(run, "toolbox", None) or getattr(run, "player", None):
+        command = command_prefix_with_extras(run.config.to_flags(), "chat.py")
         raise ValueError(
             "`sample` cannot sample from a run with tools, because its answers have several turns; "
             f"use {command} --run {run.dir} --prompt TEXT"
@@ -330,8 +339,8 @@ def sample_completions(
             "and at least 0"
         )
 
-    is_one_text = isinstance(prompts, str)
-    if is_one_text or isinstance(next(iter(prompts), None), dict):
+    is_text = isinstance(prompts, str)
+    if is_text or isinstance(next(iter(prompts), None), dict):
         prompts = [prompts]
     examples = []
     for prompt in prompts:
@@ -351,7 +360,7 @@ def sample_completions(
     return [texts[first : first + n] for first in range(0, len(texts), n)]
 
 
-def save_model(run: GrpoRun | SftRun, directory: Path) -> None:
+def write_peft_adapter_or_full_model(run: GrpoRun | SftRun, directory: Path) -> None:
     """
     Writes the trained model (see `Trainer.save_model`). Only rank 0 writes files.
 
@@ -360,7 +369,7 @@ def save_model(run: GrpoRun | SftRun, directory: Path) -> None:
     if not world.is_first():
         return
     name = run.config.model.name
-    with publish.make_scratch_directory(directory) as scratch:
+    with publish.make_temporary_directory_beside(directory) as scratch:
         result = Path(scratch) / "result"
         if run.config.model.lora_rank:
             adapter = Path(scratch) / "adapter"
@@ -394,7 +403,7 @@ def push_to_hub(
         return None
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
-        save_model(run, folder)
+        write_peft_adapter_or_full_model(run, folder)
         address = publish.upload_to_hub(
             folder, repo_id, private=private, commit_message=commit_message
         )
@@ -415,7 +424,7 @@ def with_live_display(run: Any) -> Iterator[None]:
     from reporting import page  # imported here because only this function needs it
 
     if world.is_first():
-        run.report = page.LivePage(run.dir, print_warning)
+        run.report = page.LivePage(run.dir, print_line_to_stderr)
     try:
         with run.journal:
             yield
@@ -434,20 +443,22 @@ def save_on_interrupt_or_error(run: Any) -> Iterator[None]:
     The run is saved as it was after the last complete step, and a message says how to continue. The
     run has no second copy of all weights, because a copy would double the memory. So if Ctrl-C is
     pressed inside a step, it takes effect only after the step. A second Ctrl-C stops the run at
-    once, and then only the newest checkpoint is left. In a run with adapters, a step
-    that was stopped by an error is undone.
+    once, and then only the newest checkpoint is left. In a run with adapters, a step that was
+    stopped by an error is undone.
 
     If there are several ranks, only rank 0 saves. Raises ValueError if the run could continue with
     less memory or after the user corrects a mistake, and OSError if the disk failed.
     """
 
     def interrupt_now_or_after_step(number: int, *_: object) -> None:
-        """Raises KeyboardInterrupt now if the run can be saved, or if this is the second signal."""
+        """Raises KeyboardInterrupt if the run can be saved now, or if this is the second signal."""
         if run.can_be_saved or run.stopping:
             link.raise_keyboard_interrupt(number)
         run.stopping = True
         if number == signal.SIGINT:
-            print_warning("\nthe run stops after this step; press Ctrl-C again to abandon the step")
+            print_line_to_stderr(
+                "\nthe run stops after this step; press Ctrl-C again to abandon the step"
+            )
 
     run.stopping = False
     old_handlers = {
@@ -477,7 +488,7 @@ def save_on_interrupt_or_error(run: Any) -> Iterator[None]:
         message = save_and_describe_stop(run, error)
         if isinstance(error, ValueError) or memory.should_retry_with_less_work(error):
             raise ValueError(message) from error
-        print_warning(f"\n{message}")
+        print_line_to_stderr(f"\n{message}")
         raise  # a bug in Gwen or in MLX is shown with its traceback
     finally:
         for number, handler in old_handlers.items():
@@ -528,7 +539,7 @@ def save_and_describe_stop(run: Any, error: BaseException) -> str:
 
 
 def describe_cause_of_stop(error: BaseException) -> str:
-    """The reason why a run stopped, followed by "; ". The text is empty for Ctrl-C."""
+    """The reason why a run stopped, followed by "; "; empty for Ctrl-C."""
     if memory.is_watchdog_error(error):
         return (
             "macOS stopped the work on the GPU because it blocked the display for too long; turn "
@@ -542,7 +553,7 @@ def describe_cause_of_stop(error: BaseException) -> str:
 
 def _explain_how_to_continue(run: Any, error: BaseException) -> str:
     """
-    A text with the command that continues the run, or that starts it over if nothing was saved.
+    Advice with the command that continues the run, or starts it over if nothing was saved.
 
     If memory ran out, the command sets a batch size smaller than the one that failed.
     """
@@ -560,7 +571,7 @@ def _explain_how_to_continue(run: Any, error: BaseException) -> str:
         if is_saved:
             return f"continue in this program with: Trainer.resume({str(run.dir)!r})"
         return "start over"
-    command = command_with_extras(flags)
+    command = command_prefix_with_extras(flags)
     if is_saved:
         return f"continue with: {command} --resume {shlex.quote(str(run.dir))}{smaller_flag}"
     config_path = shlex.quote(str(run.dir / "config.yaml"))
@@ -596,7 +607,7 @@ def _describe_newest_checkpoint_and_resuming(
     run: Any, error: BaseException, advice: str = ""
 ) -> str:
     """
-    A text that names the newest checkpoint of a stopped run, and says how to continue.
+    A message that names the newest checkpoint of a stopped run, and says how to continue.
 
     advice: what the user should do before continuing, such as "free some space and ".
     """
@@ -631,9 +642,11 @@ def run_train_command(args: argparse.Namespace, loop: Loop) -> None:
     resume = args.resume
     if resume is True:
         steps = parse_setting(SETTINGS["steps"], args.steps) if args.steps else None
-        resume = world.compute_on_rank0(lambda: checkpoint.find_newest_unfinished_run(steps))
+        resume = world.compute_on_rank0(lambda: checkpoint.choose_and_print_run_to_resume(steps))
     if args.print_config:
-        config, choice = resolve_settings(flags, args.config, resume, model_choice.choose_model)
+        config, choice = resolve_settings(
+            flags, args.config, resume, model_choice.choose_model_and_reason
+        )
         print(choice, file=sys.stderr, flush=True)
         print(to_yaml(config), end="")
         return
@@ -684,8 +697,8 @@ def keep_mac_awake() -> None:
     """
     Prevents the Mac from sleeping until this process ends.
 
-    The display may still sleep. While the display sleeps, macOS does not stop work that occupies
-    the GPU for a long time.
+    The display may still sleep. While it sleeps, macOS does not stop work that occupies the GPU for
+    a long time.
     """
     command = ["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]
     # caffeinate runs in a session of its own, so that Ctrl-C does not end it while the run is saved
@@ -696,8 +709,7 @@ def train_to_end(spec: RunSpec, loop: Loop, *, stop_if_hopeless: bool) -> Path:
     """
     Trains a run to its last step, unless the run is finished already. Returns the run directory.
 
-    stop_if_hopeless: whether to stop a new run if its first steps give the model nothing to learn
-    from.
+    stop_if_hopeless: see `Trainer.steps`; a resumed run is never stopped for this reason.
     """
     if world.compute_on_rank0(lambda: spec.is_finished):
         num_done = spec.state.step if spec.state else 0
@@ -729,13 +741,13 @@ def train_one_run_per_seed(args: argparse.Namespace, flags: dict[str, Any], loop
     """
     from reporting import page, seeds
 
-    config, _ = resolve_settings(flags, args.config, None, model_choice.choose_model)
+    config, _ = resolve_settings(flags, args.config, None, model_choice.choose_model_and_reason)
     first = config.sampling.seed
     numbers = args.seeds if isinstance(args.seeds, list) else range(first, first + args.seeds)
 
     def choose_common_dir() -> str:
         """The directory in --run-dir, or a new name if --run-dir is not set."""
-        return args.run_dir or str(run_files.choose_run_dir(config.data.task, None))
+        return args.run_dir or str(run_files.choose_unused_run_dir(config.data.task, None))
 
     home = Path(world.compute_on_rank0(choose_common_dir))
     if (home / "config.yaml").is_file():
@@ -763,7 +775,7 @@ def train_one_run_per_seed(args: argparse.Namespace, flags: dict[str, Any], loop
 
     if world.is_first():
         groups = seeds.load_seed_groups([home])
-        print(*seeds.describe_seed_groups(groups), sep="\n")
+        print(*seeds.describe_spreads_and_differences(groups), sep="\n")
         print(f"page: {page.write_page(home)}")
     return home
 
@@ -772,7 +784,8 @@ def find_and_check_seed_runs(common_dir: Path, config: Config) -> list[str]:
     """
     The paths of all runs in the subdirectories `seed-N` of a common directory.
 
-    Raises ValueError if the settings of a run differ in anything other than the seed and the sizes.
+    Raises ValueError if a setting of a run differs from `config`, except for the seed and settings
+    that a resumed run may change.
     """
     paths = sorted(path.parent for path in common_dir.glob("seed-*/config.yaml"))
     for path in paths:

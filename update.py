@@ -1,8 +1,8 @@
 """
-Makes an update: computes the gradient over the batches of a step, and takes an optimizer step.
+Updates the policy: computes the gradient over the batches of a step, and takes an optimizer step.
 
-The masters are the float32 copies of the trainable weights. The loss itself is in step/loss.py.
-step/trust_region.py measures whether a step moved the policy too far.
+The masters are the float32 copies of the trainable weights. step/loss.py computes the loss.
+step/trust_region.py measures how far a step moved the policy.
 
 Axes: M rows of a batch, T tokens that the policy wrote.
 """
@@ -27,7 +27,7 @@ from step.batch import Batch, padding_fraction
 from step.loss import LOSS_PREFIX, MEASURED, BatchLoss, StepLoss, UpdateResult
 from step.trust_region import LEAST_SHARE, MOST_TRIES, SLACK, BoundedStep, MasterWeights
 
-# the run stops after this many failed updates in a row that no smaller loss scale can prevent
+# the run stops after this many failed updates in a row that a smaller loss scale cannot prevent
 MOST_FAILURES = 3
 # the learner's attributes that a checkpoint stores in addition to the tensors and the loss scale
 COUNTS = ("failures", "lr_scale", "num_skipped")
@@ -70,7 +70,7 @@ class Learner:
         self.config = config
         self.loss = loss
         self.base = base
-        if gpu.can_run_metal_kernels() and kernels.are_kernels_wanted():
+        if gpu.can_run_metal_kernels() and kernels.is_kernels_variable_on():
             kernels.turn_off_faulty_kernels(lm_head.record_head_calls(model.head_weight))
 
         parameters = tree_flatten(model.trainable_parameters())
@@ -86,8 +86,8 @@ class Learner:
 
         # factor on the scheduled learning rate; lowered when a step moves the policy too far
         self.lr_scale = 1.0
-        # number of rows passed forward through a model since the last update, including those
-        # passed through the reference model
+        # number of rows passed forward through the policy or the reference model since the last
+        # update
         self.num_forwards = 0
         self.num_changes = 0  # number of optimizer steps that changed or began to change this state
         broadcast_state_if_ranks_differ(self)
@@ -117,7 +117,7 @@ def add_reference_logprobs(learner: Learner, batches: list[Batch]) -> list[Batch
     """Copies of the batches with the tokens' log-probabilities under the model before training."""
     model = learner.base or learner.model
     local_batches = [batch for batch in batches if batch.is_local]
-    with lora.with_initial_weights(model):
+    with lora.use_initial_weights(model):
         logprobs = iter(compute_logprobs(learner, local_batches, model))
 
     completed = []
@@ -129,7 +129,7 @@ def add_reference_logprobs(learner: Learner, batches: list[Batch]) -> list[Batch
     return completed
 
 
-def fill_in_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
+def fill_in_missing_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
     """Copies of the batches in which `logprobs` replaces missing old log-probabilities."""
     completed = []
     for batch, batch_logprobs in zip(batches, logprobs, strict=True):
@@ -163,9 +163,9 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
 
     The old policy is the policy before the first optimizer step. For the first mini-batch, the
     log-probabilities under the old policy come from the training pass itself; only later
-    mini-batches need an extra forward pass. A few of the samples, called the probe, are used to
-    measure how far all steps together move the policy, and `--target-kl` limits that distance. If
-    no sample has a gradient, no step is taken.
+    mini-batches need an extra forward pass. A few of the samples, called the probe, show how far
+    all steps together have moved the policy, and `--target-kl` limits that distance. If no sample
+    has a gradient, no step is taken.
 
     Raises ValueError if too many updates in a row have a gradient that is not finite.
     """
@@ -184,19 +184,19 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
 
     num_mini_batches = optimizer.mini_batches
     num_with_gradient = sum(batch.num_with_gradient for batch in batches)
-    # for each mini-batch: first all of its batches, then only those that this rank computes
-    all_batches = [
-        [batch for batch in batches if batch.mini_batch == number]
-        for number in range(num_mini_batches)
-    ]
-    local_batches = [[batch for batch in part if batch.is_local] for part in all_batches]
-    for number in range(
-        1, num_mini_batches
-    ):  # the policy changes before it trains on these mini-batches
+    all_batches: list[list[Batch]] = []  # the batches of each mini-batch
+    local_batches: list[list[Batch]] = []  # of these batches, only those that this rank computes
+    for number in range(num_mini_batches):
+        mini_batch = [batch for batch in batches if batch.mini_batch == number]
+        all_batches.append(mini_batch)
+        local_batches.append([batch for batch in mini_batch if batch.is_local])
+
+    # the policy changes before it trains on the later mini-batches
+    for number in range(1, num_mini_batches):
         old_logprobs = install_weights_and_compute_logprobs(
             learner, local_batches[number], learner.trainable
         )
-        local_batches[number] = fill_in_old_logprobs(local_batches[number], old_logprobs)
+        local_batches[number] = fill_in_missing_old_logprobs(local_batches[number], old_logprobs)
 
     num_iterations = optimizer.num_iterations if num_with_gradient else 1
     order = [number for number in range(num_mini_batches) if all_batches[number]]
@@ -210,13 +210,13 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
             logprobs, stats = take_optimizer_step(learner, local_batches[number], lr)
         else:
             logprobs, stats = compute_logprobs_and_stats(learner, local_batches[number])
-        local_batches[number] = fill_in_old_logprobs(local_batches[number], logprobs)
+        local_batches[number] = fill_in_missing_old_logprobs(local_batches[number], logprobs)
         step_stats.append(stats)
 
         if weights_before and not stats["skipped"]:
             if not bounded_steps:
                 probed = list(itertools.chain(*local_batches))
-                probe = trust_region.select_probe(
+                probe = trust_region.select_kl_probe(
                     probed, optimizers.count_optimizer_steps(learner.optimizer)
                 )
             bounded = backtrack_to_target_kl(learner, weights_before, probe, target)
@@ -279,8 +279,9 @@ def take_optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> Lo
     Takes one optimizer step on the masters, and copies the new masters to the model.
 
     The learning rate is `lr` times the learner's `lr_scale`. If the gradient is not finite, no
-    weights change. Returns each batch's log-probabilities before the step, (M, T), and the step's
-    statistics.
+    weights change. Returns the log-probabilities before the step and the statistics of the step.
+
+    Raises ValueError if too many updates in a row have a gradient that is not finite.
     """
     grads, logprobs, stats = compute_gradient(learner, batches)
     grads, norm = clip_gradient(grads, learner.config.optimizer.max_grad_norm)
@@ -296,8 +297,7 @@ def take_optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> Lo
         masters = tree_unflatten(list(learner.trainable.items()))
         new_masters = learner.optimizer.apply_gradients(grads, masters)
         learner.trainable = dict(tree_flatten(new_masters))
-        # Without this `del`, the old tensors of the model would stay in memory, and so would the
-        # old masters, even if --target-kl does not need them.
+        # without this `del`, the model's old tensors and the old masters would stay in memory
         del grads, masters, new_masters
         install_weights(learner.model, learner.trainable)
         mx.eval(learner.trainable, learner.optimizer.state)
@@ -307,9 +307,9 @@ def take_optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> Lo
 
 def clip_gradient(gradient: Any, max_norm: float) -> tuple[Any, Any]:
     """
-    The gradient, scaled down if its norm exceeds `max_norm`, and its norm before that.
+    The gradient, scaled down if its norm exceeds `max_norm`, and its norm before clipping.
 
-    max_norm: 0 leaves every gradient as it is.
+    max_norm: 0 means no limit.
     """
     return optim.clip_grad_norm(gradient, max_norm or math.inf)
 
@@ -321,12 +321,12 @@ def compute_gradient(learner: Learner, batches: list[Batch]) -> GradientResult:
     batch_losses: list[BatchLoss] = []
     for batch in count_forwards_with_progress_bar(learner, batches, "update"):
         if not batch.is_trained:
-            batch_losses.append(compute_batch_loss(learner, batch))
+            batch_losses.append(compute_batch_loss_without_gradient(learner, batch))
             continue
         batch_loss, tree = scaled_loss_and_gradient(learner, batch)
         batch_grads = dict(tree_flatten(tree))
         del tree  # otherwise all gradients would stay in memory until the last one is computed
-        for layer_names in group_weight_names_by_layer(grads):
+        for layer_names in group_weights_in_backward_order(grads):
             for name in layer_names:
                 grad = batch_grads.pop(name).astype(mx.float32) / learner.loss_scale.value
                 grads[name] = grad if grads[name] is None else grads[name] + grad
@@ -347,25 +347,26 @@ def compute_gradient(learner: Learner, batches: list[Batch]) -> GradientResult:
 def compute_logprobs_and_stats(learner: Learner, batches: list[Batch]) -> LogprobsAndStats:
     """The same log-probabilities and statistics as `compute_gradient`, without a gradient."""
     counted_batches = count_forwards_with_progress_bar(learner, batches, "update")
-    batch_losses = [compute_batch_loss(learner, batch) for batch in counted_batches]
+    batch_losses = [
+        compute_batch_loss_without_gradient(learner, batch) for batch in counted_batches
+    ]
     logprobs_by_batch = [batch_loss.logprobs for batch_loss in batch_losses]
     return LogprobsAndStats(logprobs_by_batch, sum_stats_over_ranks(batch_losses))
 
 
 @gpu.without_gradients()
-def compute_batch_loss(learner: Learner, batch: Batch) -> BatchLoss:
+def compute_batch_loss_without_gradient(learner: Learner, batch: Batch) -> BatchLoss:
     """The batch's part of the step's loss, and its statistics, without a gradient."""
     batch_loss = learner.loss.compute_batch_loss(learner.model, batch)
-    mx.eval(batch_loss)  # wait: the next batch may use this one's memory
+    mx.eval(batch_loss)  # wait, so that the next batch can reuse this batch's memory
     return batch_loss
 
 
 def sum_stats_over_ranks(batch_losses: list[BatchLoss]) -> dict[str, float]:
     """Statistics over the batches of all ranks: sums, or maxima if a name ends in `_max`."""
-    local_sums = [
-        {name: value.item() for name, value in batch_loss.sums.items()}
-        for batch_loss in batch_losses
-    ]
+    local_sums: list[dict[str, Any]] = []
+    for batch_loss in batch_losses:
+        local_sums.append({name: value.item() for name, value in batch_loss.sums.items()})
     totals: dict[str, float] = {}
     for sums in itertools.chain(*world.all_gather(local_sums)):
         for name, value in sums.items():
@@ -390,7 +391,7 @@ def scaled_loss_and_gradient(learner: Learner, batch: Batch) -> tuple[BatchLoss,
 def count_forwards_with_progress_bar(
     learner: Learner, batches: list[Batch], bar_label: str
 ) -> Iterator[Batch]:
-    """Yields the batches with a progress bar, and adds their rows to `learner.num_forwards`."""
+    """Yields the batches, shows a progress bar, and counts the rows in `learner.num_forwards`."""
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
     yield from alive.Bar(batches, desc=bar_label, unit="part")
 
@@ -405,7 +406,7 @@ def compute_logprobs(learner: Learner, batches: list[Batch], model: gwen.Model) 
     return logprobs
 
 
-def group_weight_names_by_layer(names: Iterable[str]) -> list[list[str]]:
+def group_weights_in_backward_order(weight_names: Iterable[str]) -> list[list[str]]:
     """
     The weight names, grouped by layer, in the order in which a backward pass computes gradients.
 
@@ -419,7 +420,7 @@ def group_weight_names_by_layer(names: Iterable[str]) -> list[list[str]]:
             return -int(second)
         return math.inf if first == "embed_tokens" else -math.inf
 
-    ordered = sorted(names, key=position_in_backward_pass)
+    ordered = sorted(weight_names, key=position_in_backward_pass)
     return [list(layer) for _, layer in itertools.groupby(ordered, position_in_backward_pass)]
 
 
@@ -509,10 +510,10 @@ def count_failed_update_or_raise(learner: Learner, loss: float) -> None:
 
 def scheduled_learning_rate(config: Config, step: int) -> float:
     """
-    The learning rate at a step, which is counted from 0.
+    The learning rate at a step; steps are counted from 0.
 
-    The rate rises linearly during the warm-up. It then falls along half a cosine, to a tenth of the
-    maximum rate; with --lr-scheduler-type constant, it stays at the maximum.
+    The rate rises linearly during the warm-up. Then it falls along half a cosine to a tenth of its
+    maximum, or stays at the maximum with --lr-scheduler-type constant.
     """
     settings = config.optimizer
     if step < settings.warmup_steps:

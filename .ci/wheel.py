@@ -1,7 +1,7 @@
 """
-Hatchling's hook: it writes the commit of a wheel into commit.txt of the room machine/.
+A build hook for Hatchling, which adds the file commit.txt to the directory machine/ of a wheel.
 
-The file says "outside git" if git tells no commit.
+The file contains the git commit, or "outside git" if the commit is unknown.
 """
 
 import subprocess
@@ -12,21 +12,21 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+class AddCommitFileHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        commit = commit_of(Path(self.root)) or "outside git"
-        written = Path(tempfile.mkdtemp(), "commit.txt")
-        written.write_text(commit)
-        build_data["force_include"][str(written)] = str(Path("machine", "commit.txt"))
+        commit = git_commit_or_empty(Path(self.root)) or "outside git"
+        commit_file = Path(tempfile.mkdtemp(), "commit.txt")
+        commit_file.write_text(commit)
+        build_data["force_include"][str(commit_file)] = str(Path("machine", "commit.txt"))
 
 
-def commit_of(checkout: Path) -> str:
+def git_commit_or_empty(checkout: Path) -> str:
     """
-    The commit of a checkout; "" if git tells none.
+    The commit of a checkout, or "" if it is unknown.
 
-    git refuses a checkout of another user ("dubious ownership"), which is no reason not to install
-    it. Without .git this does not ask git, which would tell the commit of a repository around this
-    folder.
+    For example, git refuses to read a checkout that belongs to another user ("dubious ownership"),
+    but Gwen can still be installed from it. If there is no .git, git is not called, because it
+    would report the commit of an enclosing repository.
     """
     if not (checkout / ".git").exists():
         return ""

@@ -1,14 +1,14 @@
 """
 Audits the recorded answers of demo runs: `uv run python -m bench.answers runs/A runs/B ...`.
 
-The audit reads the answers in each run's first and newest evaluations, and counts the right ones
-with code that is independent of the verifier that rewarded the runs. The verifier compares
-patterns, while the audit works out the value of each statement. An answer that the audit cannot
-understand does not count as right.
+The audit reads the first run's first evaluation and each run's newest evaluation, and counts the
+right answers. Its code is independent of the verifier that rewarded the runs: the verifier compares
+patterns, while the audit computes the value of each statement. An answer that the audit cannot
+interpret does not count as right.
 
 `--show 50` prints 50 answers from each evaluation. Before a quality figure is published, somebody
-should read fifty of the answers that the figure counts. In this demo, reading fifty answers showed
-that the first figures were wrong.
+should read fifty of the answers that the figure counts. For the demo task, reading fifty answers
+showed that the first figures were wrong.
 """
 
 import argparse
@@ -48,35 +48,35 @@ class AnswerAudit(NamedTuple):
     """The result of auditing one answer."""
 
     ends_right: bool  # whether the answer's last number is the sum of the problem's two numbers
-    right: bool  # whether every statement is also true, and no other numbers occur
+    right: bool  # whether `ends_right`, every statement is true, and no other numbers occur
 
 
 def audit_answer(problem: str, answer: str) -> AnswerAudit:
-    problem_numbers = read_numbers(problem)
-    answer_numbers = read_numbers(answer)
+    problem_numbers = read_digits_and_number_words(problem)
+    answer_numbers = read_digits_and_number_words(answer)
     total = sum(problem_numbers)
     ends_right = answer_numbers[-1:] == [total]
     foreign_numbers = Counter(answer_numbers[:-1]) - Counter(problem_numbers)
 
-    problem_words = set(split_words(problem)) - SIGNS.keys() - NUMBERS.keys()
-    vocabulary = SILENT | problem_words
+    problem_words = set(lowercase_words_and_symbols(problem)) - SIGNS.keys() - NUMBERS.keys()
+    meaningless_words = SILENT | problem_words
     statements = [part for part in re.split(r"[.;:\n]", answer) if part.strip()]
     right = (
         ends_right
         and not foreign_numbers
-        and all(statement_is_true(statement, total, vocabulary) for statement in statements)
+        and all(statement_is_true(statement, total, meaningless_words) for statement in statements)
     )
     return AnswerAudit(ends_right, right)
 
 
-def split_words(text: str) -> list[str]:
+def lowercase_words_and_symbols(text: str) -> list[str]:
     return re.findall(r"[a-z]+(?:-[a-z]+)*|\d+|[^\sa-z\d]", text.lower())
 
 
-def read_numbers(text: str) -> list[int]:
+def read_digits_and_number_words(text: str) -> list[int]:
     """Returns the numbers in a text, written in words or digits, in the order of the text."""
     numbers = []
-    for word in split_words(text):
+    for word in lowercase_words_and_symbols(text):
         if word in NUMBERS:
             numbers.append(NUMBERS[word])
         elif re.fullmatch("[0-9]{1,9}", word):
@@ -84,70 +84,70 @@ def read_numbers(text: str) -> list[int]:
     return numbers
 
 
-def statement_is_true(statement: str, total: int, vocabulary: set[str]) -> bool:
+def statement_is_true(statement: str, expected_sum: int, meaningless_words: set[str]) -> bool:
     """
     Whether all sides of a statement such as "x is y" have the same value.
 
-    A side is a number or a sum of numbers. A side without a number, such as "the answer", stands
-    for the total that the problem asks for. A statement with only one side must equal the total.
+    A side is a number or a sum of numbers. A side without a number, such as "the answer", has the
+    value `expected_sum`. If a statement has only one side, this side must equal `expected_sum`.
 
-    vocabulary: words that do not change the meaning of a statement. A statement with any other word
-    counts as untrue, because its meaning is unknown.
+    meaningless_words: words that do not change the meaning of a statement. A statement that
+        contains any other word counts as untrue, because its meaning is unknown.
     """
     equation = ""
-    for word in split_words(statement):
-        symbol = SIGNS.get(word) or "".join(map(str, read_numbers(word)))
+    for word in lowercase_words_and_symbols(statement):
+        symbol = SIGNS.get(word) or "".join(map(str, read_digits_and_number_words(word)))
         if symbol:
             equation += f"{symbol} "
-        elif word not in vocabulary:
+        elif word not in meaningless_words:
             return False
     sides = equation.split("= ")
     if not all(re.fullmatch(r"(\d+ (\+ \d+ )*)?", side) for side in sides):
         return False
-    values = [sum_of_side(side) if side else total for side in sides]
+    values = [sum_of_equation_side(side) if side else expected_sum for side in sides]
     if len(sides) == 1:
-        return values == [total]
+        return values == [expected_sum]
     return len(set(values)) == 1
 
 
-def sum_of_side(side: str) -> int:
+def sum_of_equation_side(side: str) -> int:
     """Returns the value of one side of an equation, such as "27 + 15 "."""
     return sum(map(int, re.findall(r"\d+", side)))
 
 
-def audit_answers(records: Records) -> dict[str, float]:
+def fractions_of_right_answers(records: Records) -> dict[str, float]:
     """
-    Returns the fraction of right answers, and the fraction in which only the number is right.
+    Returns the fraction of right answers, and the fraction of answers with only a right number.
 
-    The result has both fractions for sampled and for greedy answers, under the names of the
-    printed table's columns.
+    Both fractions are computed for sampled and for greedy answers. The keys of the result are the
+    columns of the printed table.
     """
     sampled = [record["completions"][0] for record in records]
     greedy = [record["greedy"] for record in records]
     fractions = {}
     for prefix, answers in (("", sampled), ("greedy, ", greedy)):
-        readings = [
+        audits = [
             audit_answer(record["prompt"], answer)
             for record, answer in zip(records, answers, strict=True)
         ]
-        right = [reading.right for reading in readings]
-        number_only = [reading.ends_right and not reading.right for reading in readings]
+        right = [audit.right for audit in audits]
+        number_only = [audit.ends_right and not audit.right for audit in audits]
         fractions[f"{prefix}right"] = float(np.mean(right))
         fractions[f"{prefix}right number only"] = float(np.mean(number_only))
     return fractions
 
 
-def load_first_and_newest_answers(folders: list[Path]) -> dict[str, Records]:
+def load_untrained_and_newest_answers(run_folders: list[Path]) -> dict[str, Records]:
     """
     Returns the answers in the first run's first evaluation and in each run's newest evaluation.
 
-    Each key is the name of a row in the printed table.
+    The keys of the result are the rows of the printed table.
 
     Raises ValueError if a run did not train on the demo task, or if it lacks an evaluation before
     or after training.
     """
     evaluations: dict[str, Records] = {}
-    paths = [path for folder in folders for path in seeds.run_dirs_of_seeds(folder)]
+    paths = [path for folder in run_folders for path in seeds.run_dirs_of_seeds(folder)]
     for path in paths:
         run = history.load_history(path)
         if (
@@ -165,15 +165,15 @@ def load_first_and_newest_answers(folders: list[Path]) -> dict[str, Records]:
     return evaluations
 
 
-def print_answers(records: Records, max_answers: int) -> None:
-    """Prints up to `max_answers` answers of an evaluation, evenly spread, each with its grade."""
+def print_graded_answers(records: Records, max_answers: int) -> None:
+    """Prints up to `max_answers` answers of an evaluation, evenly spread, each with its verdict."""
     for record in pick_evenly_spaced(records, max_answers):
         answer = record["completions"][0]
-        reading = audit_answer(record["prompt"], answer)
+        audit = audit_answer(record["prompt"], answer)
         verdict = "wrong"
-        if reading.right:
+        if audit.right:
             verdict = "right"
-        elif reading.ends_right:
+        elif audit.ends_right:
             verdict = "RIGHT NUMBER ONLY"
         print(f"{verdict}: {record['prompt']} {answer!r}")
 
@@ -199,15 +199,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     with exit_on_mistakes():
-        evaluations = load_first_and_newest_answers(args.runs)
+        evaluations = load_untrained_and_newest_answers(args.runs)
     if args.show:
         for records in evaluations.values():
-            print_answers(records, args.show)
+            print_graded_answers(records, args.show)
 
-    fractions = {name: audit_answers(records) for name, records in evaluations.items()}
+    fractions = {name: fractions_of_right_answers(records) for name, records in evaluations.items()}
     table = pd.DataFrame(fractions).T
-    of_runs = table[1:].agg(["mean", "min", "max"])
-    table = pd.concat([table, of_runs])
+    summary_of_runs = table[1:].agg(["mean", "min", "max"])
+    table = pd.concat([table, summary_of_runs])
     print(f"{len(evaluations['before training'])} answers")
     print(table.map("{:.1%}".format).to_string())
 

@@ -2,8 +2,9 @@
 Provides flags, timed runs and summaries for all benchmarks.
 
 The engines take turns, in reverse order in every other round, so that a slowdown of the machine
-affects all engines equally. The peak memory of an engine is the memory that the engine used in
-addition to what was in use before, plus the size of the weights, as if the engine had run alone.
+affects all engines equally. An engine's peak memory is the most memory in use during its run, minus
+the memory in use before the run, plus the size of the weights. So the figure is the same as if the
+engine had run alone.
 """
 
 import argparse
@@ -33,44 +34,45 @@ T = TypeVar("T")
 Numbers = dict[str, tuple[int, int, str]]
 
 
-def parse_with_number_flags(
-    parser: Parser, argv: list[str] | None, numbers: Numbers, **least_values: float
+def add_number_flags_and_parse(
+    parser: Parser, argv: list[str] | None, number_flags: Numbers, **least_values: float
 ) -> argparse.Namespace:
     """
-    Adds a flag for each entry of `numbers` to a parser, and returns the parsed settings.
+    Adds a flag for each entry of `number_flags` to a parser, and returns the parsed settings.
 
-    least_values: the least values of settings that are not in `numbers`. Raises ValueError, which
-    names the flag, if a value is too small.
+    least_values: the least allowed values of settings that are not in `number_flags`.
+
+    Raises ValueError, which names the flag, if a value is too small.
     """
-    for name, (default, _, text) in numbers.items():
+    for name, (default, _, text) in number_flags.items():
         help_text = f"{text} (default: {default})"
         parser.add_argument(flag_of(name), type=int, default=default, help=help_text)
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    least_numbers = {name: minimum for name, (_, minimum, _) in numbers.items()}
+    least_numbers = {name: minimum for name, (_, minimum, _) in number_flags.items()}
     check_minimums(args, **least_numbers, **least_values)
     return args
 
 
 @contextlib.contextmanager
-def model_directory(name: str) -> Iterator[Path]:
+def model_directory(model_name: str) -> Iterator[Path]:
     """
     Yields the directory that contains the files of a model.
 
     A random model, or a model from a GGUF file, is written to a temporary directory, which is
     removed at the end of the `with` statement.
     """
-    if not name.startswith("random:") and not hub.is_gguf_model(name):
-        yield hub.find_model_directory(name).resolve()
+    if not model_name.startswith("random:") and not hub.is_gguf_model(model_name):
+        yield hub.find_model_directory(model_name).resolve()
         return
     with tempfile.TemporaryDirectory() as directory:
-        model, tokenizer = gwen.load(name)
+        model, tokenizer = gwen.load(model_name)
         gwen.save(model, directory, tokenizer)
         yield Path(directory)
 
 
-def random_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]:
+def random_texts(tokenizer: Any, word_counts: Sequence[int], seed: int) -> list[str]:
     """
-    Returns one text of random vocabulary words for each length, which is a number of words.
+    Returns one text of random vocabulary words for each number of words.
 
     Each word, together with the space before it, is a single token.
     """
@@ -79,8 +81,8 @@ def random_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]
     )
     rng = np.random.default_rng(seed)
     texts = []
-    for length in lengths:
-        chosen_words = rng.choice(words, length)
+    for num_words in word_counts:
+        chosen_words = rng.choice(words, num_words)
         texts.append("".join(f" {word}" for word in chosen_words))
     return texts
 
@@ -117,14 +119,14 @@ def time_engines_in_turn(
     """Runs engines in turn for `warmup` untimed and `runs` timed rounds; returns the timed runs."""
     samples: dict[str, list[TimedRun]] = {name: [] for name in engines}
     order = list(turns_in_alternating_order(list(engines), warmup + runs))
-    for number, name in alive.Bar(order, desc="measuring", unit="run"):
-        gc.collect()  # this frees memory that the last engine left in reference cycles
+    for round_number, name in alive.Bar(order, desc="measuring", unit="run"):
+        gc.collect()  # frees memory that the previous engine left in reference cycles
         mx.clear_cache()
         mx.reset_peak_memory()
         bytes_before = mx.get_active_memory()
         begin = time.process_time()
         run = engines[name]()
-        if number >= warmup:
+        if round_number >= warmup:
             peak_bytes = mx.get_peak_memory() - bytes_before
             samples[name].append(TimedRun(run, peak_bytes, time.process_time() - begin))
     return samples
@@ -136,8 +138,9 @@ def summarize_times_and_peak(
     """
     Returns the times of an engine's runs in ms, its processor time in ms, and its peak in MB.
 
-    The peak is the largest of all runs, and includes the weights, which every engine needs. extra:
-    further figures to include in the result.
+    The peak is the largest of all runs, and includes the weights, which every engine needs.
+
+    extra: further figures to include in the result.
     """
     times = 1e3 * np.array([sample.run.seconds for sample in samples])
     weight_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
@@ -155,7 +158,11 @@ def summarize_times_and_peak(
 
 
 def describe_rival_time_ratios(gwen_samples: list[TimedRun], rival_samples: list[TimedRun]) -> str:
-    """Describes the rival's times as multiples of Gwen's, for each round and for processor time."""
+    """
+    Describes the rival's times as multiples of Gwen's.
+
+    The text contains the range of the multiples over all rounds, and the multiple of CPU time.
+    """
     pairs = zip(gwen_samples, rival_samples, strict=True)
     ratios = [rival.run.seconds / gwen_sample.run.seconds for gwen_sample, rival in pairs]
     rival_cpu_s = sum(sample.cpu_s for sample in rival_samples)

@@ -2,15 +2,15 @@
 Compares how fast Gwen and another engine judge the same answers.
 
 `bench_rollout.py --benchmark-judge` runs this benchmark. Both engines judge N answers to B
-questions by J criteria. All texts consist of random words, so that no engine gets easier texts. The
-preamble of the judge's prompt has 100 words, and each criterion has 16 words. `--prompt-tokens`
-sets the number of words in a question, and `--max-tokens` sets the number of words in an answer.
-The chat template and the judge's tags add further text.
+questions by J criteria. All texts consist of random words. The preamble of the judge's prompt has
+100 words, and each criterion has 16 words. `--prompt-tokens` sets the number of words in a
+question, and `--max-tokens` sets the number of words in an answer. The chat template and the
+judge's tags add further text.
 
 The other engine, called the rival, judges by generating replies. The rival gets each prompt as
 token ids, divided into parts that several prompts share. The score is the digit in the rival's
 greedy reply. Gwen's time includes encoding all texts and processing the preamble, and no scores are
-cached. This file does not measure whether a judge is right (judge.py).
+cached. This file does not measure how accurate a judge is (see judge.py).
 
 Axes: B questions, N answers, J criteria.
 """
@@ -86,7 +86,7 @@ def make_judging_work(
     return rubric, pairs, work
 
 
-def legible_copy(tokenizer: Any) -> Any:
+def copy_with_visible_decoding(tokenizer: Any) -> Any:
     """
     Returns a copy of a tokenizer that decodes every token id, known or not, to visible text.
 
@@ -96,7 +96,7 @@ def legible_copy(tokenizer: Any) -> Any:
     legible = copy.copy(tokenizer)
     decode = tokenizer.decode
 
-    def decode_legibly(ids: Any) -> str:
+    def decode_to_visible_text(ids: Any) -> str:
         pieces = []
         for token_id in map(int, ids):
             if token_id < len(tokenizer):
@@ -105,7 +105,7 @@ def legible_copy(tokenizer: Any) -> Any:
                 pieces.append(f"<{token_id}>")
         return "".join(pieces)
 
-    legible.decode = decode_legibly
+    legible.decode = decode_to_visible_text
     return legible
 
 
@@ -125,7 +125,7 @@ def judge_with_gwen(
     begin = time.perf_counter()
     evaluations = dict(grader.score_questions(grader.make_questions(pairs)))
     seconds = time.perf_counter() - begin
-    ordered = [evaluations[place] for place in range(len(evaluations))]
+    ordered = [evaluations[index] for index in range(len(evaluations))]
     return JudgingRun(ordered, seconds, grader.tree.num_tokens)
 
 
@@ -144,17 +144,17 @@ def judge_with_rival(engine: Engine, work: RolloutWork, limit: int, tokenizer: A
 # ---- the measurement
 
 
-def benchmark_judging(
+def benchmark_and_print_judging(
     args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival: Rival
 ) -> dict[str, Any]:
     """
     Times judging, prints the results, and returns the record for the benchmark's JSON line.
 
-    Gwen's mode `logits` is compared with the fastest way in which the rival can judge. Gwen's mode
-    `decode`, which generates full replies, is compared with the rival's fastest way to generate
-    full replies.
+    Gwen's mode `logits` is compared with the rival's fastest way of judging. Gwen's mode `decode`,
+    which generates full replies, is compared with the rival's fastest way of generating full
+    replies.
     """
-    tokenizer = legible_copy(tokenizer)
+    tokenizer = copy_with_visible_decoding(tokenizer)
     rubric, pairs, work = make_judging_work(args, tokenizer)
     work = work._replace(eos_ids=model.config.end_ids)
     run_gwen = functools.partial(judge_with_gwen, args, model, tokenizer, rubric, pairs)
@@ -205,7 +205,7 @@ def benchmark_judging(
             f"Judge result vs {rival.name}: {name} is {ratio:.2f}x as fast as {best} on this "
             f"judging workload ({rounds})."
         )
-    results["agreement"] = measure_agreement_with_rival(samples, reply_engines, one_token_engines)
+    results["agreement"] = measure_and_print_agreement(samples, reply_engines, one_token_engines)
     return results
 
 
@@ -213,9 +213,9 @@ def summarize_judging(
     samples: list[TimedRun], model: gwen.Model, num_evaluations: int, num_pairs: int
 ) -> dict[str, float]:
     """
-    Returns times, the peak, the speed of judging, and the fraction of unreadable scores.
+    Returns an engine's times, peak memory and judging speed, and its fraction of unreadable scores.
 
-    The fraction of unreadable scores is that of the first run.
+    Only the first run's scores are counted.
     """
     scores = [evaluation.score for evaluation in samples[0].run.evaluations]
     seconds = np.mean([sample.run.seconds for sample in samples])
@@ -235,13 +235,13 @@ def print_judging_entry(name: str, entry: dict[str, float]) -> None:
     )
 
 
-def measure_agreement_with_rival(
+def measure_and_print_agreement(
     samples: Mapping[str, list[TimedRun]],
     reply_engines: Mapping[str, Any],
     one_token_engines: Mapping[str, Any],
 ) -> dict[str, dict[str, float]]:
     """
-    Prints and returns how often Gwen agrees with each way in which the rival judges.
+    Prints and returns how often Gwen agrees with each of the rival's ways of judging.
 
     Replies of full length are compared with Gwen's mode `decode`, and replies of one token with
     Gwen's mode `logits`.

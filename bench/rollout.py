@@ -2,8 +2,8 @@
 Times rollouts by Gwen and by another engine on the same work.
 
 `bench_rollout.py` and `bench_rollout_vllm_mlx.py` share this file. All engines get the same prompts
-as token ids, the same temperature and the same limits on completion lengths. In its best
-configuration, each engine also decodes the same number of rows at once. Before anything is timed,
+as token ids, the same temperature and the same limits on completion lengths. Each engine has at
+least one configuration that decodes as many rows at once as Gwen does. Before anything is timed,
 greedy completions must show that all engines compute the same results. With a trained model, each
 row stops at an end token, so the engines sample completions of different lengths. With
 `--ignore-eos` or a random model, all engines generate the same number of tokens, and every length
@@ -51,10 +51,10 @@ class RolloutWork(NamedTuple):
 
     prompts: list[tuple[list[int], ...]]  # (B,) token ids, divided into parts that prompts share
     group_size: int
-    limits: list[int]  # (N,) the most tokens of each row
+    limits: list[int]  # (N,) the maximum number of tokens in each row
     eos_ids: tuple[int, ...]  # if empty, each row has exactly as many tokens as its limit
     temperature: float
-    batch_size: int  # the most rows that are decoded at once
+    batch_size: int  # the maximum number of rows decoded at once
     seed: int
     with_logprobs: bool = True  # whether to read the log-probabilities of sampled tokens
 
@@ -118,12 +118,14 @@ def time_gwen_rollout(work: RolloutWork, *, model: gwen.Model) -> TimedRollout:
 # ---- agreement and measurement
 
 
-def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: RolloutWork) -> None:
+def refuse_engines_that_disagree(
+    model: gwen.Model, engines: dict[str, Engine], work: RolloutWork
+) -> None:
     """
-    Checks that each token in greedy completions of four rows is the likeliest, up to rounding.
+    Raises ValueError if an engine's greedy completions disagree with Gwen's model.
 
-    Raises ValueError if an engine chooses a different token, or ends a completion too early or too
-    late.
+    Up to four completions per engine are checked. Each token must be the likeliest token, up to
+    rounding, and each completion must end at its first end token or at the length limit.
     """
     prompts = work.prompts[:2]
     group_size = min(work.group_size, 2)
@@ -138,7 +140,9 @@ def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Rollout
             epsilon = mx.finfo(logits.dtype).eps
             rounding = 8 * epsilon * mx.abs(logits).max(-1)
             is_likeliest = np.array(logits.max(-1) - chosen <= rounding).tolist()
-            has_right_length = len(ids) == expected_greedy_length(ids, work.eos_ids)
+            has_right_length = len(ids) == length_up_to_first_end(
+                ids, work.eos_ids, AGREEING_TOKENS
+            )
             agrees = [*is_likeliest, has_right_length]
             if not all(agrees):
                 raise ValueError(
@@ -147,12 +151,12 @@ def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Rollout
                 )
 
 
-def expected_greedy_length(ids: list[int], eos_ids: tuple[int, ...]) -> int:
-    """Returns the length of a completion up to its first end token, or the limit without one."""
+def length_up_to_first_end(ids: list[int], eos_ids: tuple[int, ...], limit: int) -> int:
+    """Returns the length of a completion up to its first end token, or `limit` without one."""
     for length, token_id in enumerate(ids, 1):
         if token_id in eos_ids:
             return length
-    return AGREEING_TOKENS
+    return limit
 
 
 def measure_rollouts(
@@ -187,14 +191,16 @@ def summarize_rollouts(samples: list[TimedRun], model: gwen.Model) -> dict[str, 
     )
 
 
-def measure_roofline(
+def measure_and_print_roofline_fraction(
     args: argparse.Namespace, model: gwen.Model, gwen_figures: dict[str, float]
 ) -> float:
     """
     Prints and returns the least possible decode time, as a fraction of Gwen's decode time.
 
     The least possible time is the time that the memory takes to deliver all the bytes that decoding
-    must read. gwen_figures: the figures that `summarize_rollouts` returns for Gwen.
+    must read.
+
+    gwen_figures: the figures that `summarize_rollouts` returns for Gwen.
     """
     num_rows = args.batch * args.groups
     length = round(gwen_figures["tokens"] / (args.runs * num_rows))
@@ -223,7 +229,7 @@ def measure_roofline(
 NUMBERS: harness.Numbers = {
     "batch": (2, 1, "B, the number of prompts"),
     "groups": (2, 1, "G, the number of completions per prompt"),
-    "max_tokens": (64, 1, "the most tokens in a completion"),
+    "max_tokens": (64, 1, "the maximum number of tokens in a completion"),
     "prompt_tokens": (64, 1, "P, the number of random tokens in a prompt"),
     "warmup": (1, 0, "the number of untimed rounds"),
     "runs": (2, 1, "the number of timed rounds"),
@@ -262,11 +268,11 @@ def parse_flags(argv: list[str] | None, program: str, description: str) -> argpa
     chunk_size = read_judge_chunk_size_from_environment().get("judge_chunk_size", 24)
     chunk_setting = (chunk_size, 1, "the number of evaluations in a batch of Gwen's judge")
     numbers = NUMBERS | {"judge_chunk_size": chunk_setting}
-    args = harness.parse_with_number_flags(parser, argv, numbers, rollout_batch_size=1, temp=0)
+    args = harness.add_number_flags_and_parse(parser, argv, numbers, rollout_batch_size=1, temp=0)
     if not args.rollout_batch_size:
         args.rollout_batch_size = min(args.batch * args.groups, USUAL_ROWS)
     if not args.model:
-        args.model = model_choice.choose_model(None)[0] if gpu.on_gpu() else "random:30m"
+        args.model = model_choice.choose_model_and_reason(None)[0] if gpu.on_gpu() else "random:30m"
     return args
 
 
@@ -290,11 +296,11 @@ def make_rollout_work(args: argparse.Namespace, config: hub.ModelConfig) -> Roll
     )
 
 
-def compare_engines(
+def compare_and_print_engines(
     args: argparse.Namespace,
     directory: Path,
     make_rival: Callable[[Any, Path], Rival],
-    benchmark_judging: Callable[..., dict[str, Any]],
+    benchmark_and_print_judging: Callable[..., dict[str, Any]],
 ) -> None:
     """
     Compares Gwen with a rival on the model in a directory, and prints the results.
@@ -310,10 +316,10 @@ def compare_engines(
     work = make_rollout_work(args, model.config)
     engines: dict[str, Engine] = {"ours": functools.partial(time_gwen_rollout, model=model)}
     engines |= rival.engines
-    check_agreement(model, engines, work)
+    refuse_engines_that_disagree(model, engines, work)
 
     config = vars(args) | {"pairs": args.batch * args.groups}
-    print_config(args, model)
+    print_benchmark_config(args, model)
     samples = measure_rollouts(engines, work, args.warmup, args.runs)
     entries = {name: summarize_rollouts(samples[name], model) for name in engines}
     print_rollout_entries(entries, len(rival.name) + 2)
@@ -322,7 +328,7 @@ def compare_engines(
     best = min(candidates, key=lambda name: entries[name]["mean_ms"])
     rounds = harness.describe_rival_time_ratios(samples["ours"], samples[best])
     print(f"Compared with ours, {best} took {rounds}")
-    fraction = measure_roofline(args, model, entries["ours"])
+    fraction = measure_and_print_roofline_fraction(args, model, entries["ours"])
     ratio = entries[best]["mean_ms"] / entries["ours"]["mean_ms"]
     print(rival.result.format(harness.describe_speed_ratio(ratio)))
 
@@ -334,16 +340,14 @@ def compare_engines(
         "roofline_frac": fraction,
     }
     if args.benchmark_judge:
-        from bench import judging
-
-        record["judge"] = judging.benchmark_judging(
+        record["judge"] = benchmark_and_print_judging(
             args, model, hub.load_tokenizer(directory), rival
         )
     record |= harness.collect_environment_facts(rival.name.replace("_", "-"))
     print(json.dumps(record))
 
 
-def print_config(args: argparse.Namespace, model: gwen.Model) -> None:
+def print_benchmark_config(args: argparse.Namespace, model: gwen.Model) -> None:
     dtype = str(model.head_weight.dtype).removeprefix("mlx.core.")
     print(
         f"Config: B={args.batch} G={args.groups} pairs={args.batch * args.groups} "
@@ -375,10 +379,10 @@ def main(
     program: str,
     description: str,
     make_rival: Callable[[Any, Path], Rival],
-    benchmark_judging: Callable[..., dict[str, Any]],
+    benchmark_and_print_judging: Callable[..., dict[str, Any]],
 ) -> None:
     """Runs the command that compares rollouts by Gwen with rollouts by a rival."""
     with exit_on_mistakes():
         args = parse_flags(argv, program, description)
         with harness.model_directory(args.model) as directory:
-            compare_engines(args, directory, make_rival, benchmark_judging)
+            compare_and_print_engines(args, directory, make_rival, benchmark_and_print_judging)

@@ -4,22 +4,23 @@ Compares how soon runs reach a held-out accuracy.
     uv run python -m bench.sooner --task demo                    train variants, then compare them
     uv run python -m bench.sooner --line 0.85 runs/A runs/B      compare recorded runs
 
-With --task, the command trains each variant of `list_variants` once per seed, in directories under
---out, and then prints the table. A run that is already complete is not repeated. The variant "trl"
-trains with TRL (bench/trl_run.py); it is trained only if --variants names it.
+With --task, the command trains each variant in `variant_flags_by_name` once per seed, in
+directories under --out, and then prints the table. Runs that are already complete are skipped. The
+variant "trl" uses TRL (bench/trl_run.py), and is trained only if --variants names it.
 
 A run reaches the accuracy at the first of two successive evaluations that are at or above it. The
 costs of a run are the costs of its steps up to this evaluation, without the time for starting and
 evaluating: the number of steps, the trained rows, the processor seconds on this machine, and the
-estimated seconds on an M4 and an M4 Max. The estimate (forecast/time_estimate.py) is for a step of
-8 prompts of 256 tokens with completions of 256 tokens, without a judge, on a model of the size of
-Qwen3-0.6B. Each estimated step trains the same fractions of its rows and of its layers as the
-recorded step.
+estimated seconds on an M4 and an M4 Max. The estimate (forecast/time_estimate.py) assumes 8 prompts
+of 256 tokens per step, completions of 256 tokens, no judge, and a model of the size of Qwen3-0.6B.
+It also assumes that each step trains the same fractions of rows and layers as the recorded step.
 
-For each variant, the table shows means and medians over its seeds: the mean of the last accuracies,
-the mean difference between these accuracies and those of the first variant, with a 95% interval,
-the medians of the costs, and the medians of the ratios of the costs to those of the first variant.
-Differences and ratios compare runs with the same seed.
+For each variant, the table shows these figures:
+    the mean over its seeds of the last accuracy;
+    the mean gain in accuracy over the first variant, with a 95% interval;
+    the median of each cost;
+    the median ratio of each cost to the first variant's cost.
+Gains and ratios compare runs with the same seed.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from disk import model_choice
 from disk.statistics import student_t_quantile
 from flags import Parser, exit_on_mistakes
 from forecast.memory_estimate import RunDemand, choose_sizes
-from forecast.time_estimate import UpdateWork, estimate_phase_costs
+from forecast.time_estimate import UpdateTokenCounts, estimate_phase_costs
 from machine import chips
 from machine.output import guard_output
 from reporting import seeds
@@ -51,10 +52,10 @@ from settings import sources
 from step.advantages import MEASURED_OF
 
 ROOT = Path(__file__).parent.parent
-CPU_SECONDS = "cpu_seconds.json"  # a file of a run: the processor seconds of each of its steps
+CPU_SECONDS = "cpu_seconds.json"  # the file of a run with the processor seconds of its steps
 TRL = "trl"
 
-# the step whose seconds are estimated
+# The times on these chips are estimated for steps of this model and size.
 CHIPS = ("M4", "M4 Max")
 MODEL = "random:0.6b"
 BATCH = 8
@@ -64,8 +65,11 @@ COSTS = ("steps", "rows", "cpu_s", *CHIPS)
 COMPARED_COSTS = ("cpu_s", *CHIPS)
 
 
-class Task(NamedTuple):
-    """The flags of a run, and the held-out accuracy that a run should reach."""
+VariantFolders = list[Path]
+
+
+class BenchmarkTask(NamedTuple):
+    """A task to train: the flags of its runs, and the held-out accuracy to reach."""
 
     flags: str
     accuracy: float
@@ -77,22 +81,24 @@ FIRST_HOUR = (
     "--reward examples/first_hour/short.py:short"
 )
 TASKS = {
-    "demo": Task("--task demo --steps 60 --eval-every 5 --eval-limit 256", 0.85, 4),
-    "demo-rg": Task(
+    "demo": BenchmarkTask("--task demo --steps 60 --eval-every 5 --eval-limit 256", 0.85, 4),
+    "demo-rg": BenchmarkTask(
         "--config recipes/demo-rg.yaml --steps 60 --eval-every 5 --eval-limit 256", 0.66, 4
     ),
-    "calculator": Task("--config recipes/calculator.yaml --eval-every 5 --eval-limit 128", 0.8, 4),
-    "guess": Task("--config recipes/guess.yaml --eval-every 5 --eval-limit 128", 0.8, 4),
-    "own": Task(f"{FIRST_HOUR} --steps 15 --eval-every 3", 0.85, 30),
-    "ifeval": Task(
+    "calculator": BenchmarkTask(
+        "--config recipes/calculator.yaml --eval-every 5 --eval-limit 128", 0.8, 4
+    ),
+    "guess": BenchmarkTask("--config recipes/guess.yaml --eval-every 5 --eval-limit 128", 0.8, 4),
+    "own": BenchmarkTask(f"{FIRST_HOUR} --steps 15 --eval-every 3", 0.85, 30),
+    "ifeval": BenchmarkTask(
         "--config recipes/ifeval.yaml --model smollm2 --steps 20 --eval-every 5", 0.5, 30
     ),
 }
 
 
-def list_variants(task: Task) -> dict[str, str]:
+def variant_flags_by_name(task: BenchmarkTask) -> dict[str, str]:
     """
-    The flags of each variant, by its name.
+    The flags of each variant, by variant name.
 
     The first variant trains all completions and all layers.
     """
@@ -112,16 +118,18 @@ def list_variants(task: Task) -> dict[str, str]:
 
 
 def train_missing_runs(
-    task: Task, variants: dict[str, str], folder: Path, num_seeds: int
-) -> list[Path]:
+    task: BenchmarkTask, variant_flags: dict[str, str], parent: Path, num_seeds: int
+) -> VariantFolders:
     """
-    Trains each variant with each seed.
+    Trains each variant with each seed, and skips runs that are already complete.
 
     Returns the directory of each variant, which has a directory for each seed.
+
+    Raises ValueError if a run is incomplete.
     """
-    folders = [folder / name.replace(",", "").replace(" ", "-") for name in variants]
+    folders = [parent / name.replace(",", "").replace(" ", "-") for name in variant_flags]
     for seed in range(num_seeds):
-        for name, variant_folder in zip(variants, folders, strict=True):
+        for name, variant_folder in zip(variant_flags, folders, strict=True):
             run_dir = variant_folder / f"seed-{seed}"
             if (run_dir / CPU_SECONDS).is_file():
                 continue
@@ -131,39 +139,39 @@ def train_missing_runs(
                 command = trl_command(folders[0] / f"seed-{seed}", run_dir)
             else:
                 command = [sys.executable, "-m", "bench.sooner", "--train-one", str(run_dir)]
-                command += [*task.flags.split(), *variants[name].split(), "--seed", str(seed)]
+                command += [*task.flags.split(), *variant_flags[name].split(), "--seed", str(seed)]
             # stdout is for the table, so the run prints to file descriptor 2, which is stderr
             subprocess.run(command, cwd=ROOT, check=True, stdout=2)
     return folders
 
 
 def trl_command(gwen_run_dir: Path, run_dir: Path) -> list[str]:
-    """The command that trains with TRL and the settings of a Gwen run."""
+    """The command that trains with TRL, using the settings of a Gwen run."""
     command = ["uv", "run", "-q", "--no-sync"]
     for package in ENGINES["trl"].packages:
         command += ["--with", package]
     return [*command, "python", "-m", "bench.trl_run", str(gwen_run_dir), str(run_dir)]
 
 
-def train_one(run_dir: Path, arguments: list[str]) -> None:
+def train_run_and_write_cpu_seconds(run_dir: Path, flags: list[str]) -> None:
     """Trains one run in this process, and writes the processor seconds of its steps."""
-    args = sources.parse_flags(arguments)
-    flags = sources.settings_from_flags(args)
-    spec = trainer.make_run_spec(flags, args.config, run_dir=str(run_dir))
-    trained = train.Trainer(spec)
-    evaluate = trained.run.evaluate
+    args = sources.parse_flags(flags)
+    settings = sources.settings_from_flags(args)
+    spec = trainer.make_run_spec(settings, args.config, run_dir=str(run_dir))
+    grpo_trainer = train.Trainer(spec)
+    evaluate = grpo_trainer.run.evaluate
     evaluation_seconds = 0.0
 
-    def evaluate_and_count_seconds() -> None:
+    def evaluate_and_count_cpu_seconds() -> None:
         nonlocal evaluation_seconds
         begin_s = time.process_time()
         evaluate()
         evaluation_seconds += time.process_time() - begin_s
 
-    trained.run.evaluate = evaluate_and_count_seconds  # type: ignore[method-assign]
+    grpo_trainer.run.evaluate = evaluate_and_count_cpu_seconds  # type: ignore[method-assign]
     cpu_seconds = []
     begin_s = time.process_time()
-    for _ in trained.steps():
+    for _ in grpo_trainer.steps():
         end_s = time.process_time()
         cpu_seconds.append(end_s - begin_s - evaluation_seconds)
         begin_s = end_s
@@ -174,13 +182,13 @@ def train_one(run_dir: Path, arguments: list[str]) -> None:
 # ---- the costs of a run
 
 
-def step_that_reaches_accuracy(run: History, accuracy: float) -> int | None:
-    """Returns the step of the first evaluation that, like the next, reaches `accuracy`, or None."""
-    is_above = [
+def first_of_two_steps_at_accuracy(run: History, accuracy: float) -> int | None:
+    """Returns the first of two successive evaluated steps that reach `accuracy`, or None."""
+    is_reached = [
         evaluation[f"eval/{run.figure_name}"] >= accuracy for evaluation in run.evals_with_figure
     ]
-    for number in range(len(is_above) - 1):
-        if is_above[number] and is_above[number + 1]:
+    for number in range(len(is_reached) - 1):
+        if is_reached[number] and is_reached[number + 1]:
             return run.evals_with_figure[number]["step"]
     return None
 
@@ -192,7 +200,7 @@ def costs_to_reach_accuracy(run: History, accuracy: float) -> dict[str, float]:
     The costs are inf if the run never reached the accuracy, and nan if the run has no record of
     them.
     """
-    last_step = step_that_reaches_accuracy(run, accuracy)
+    last_step = first_of_two_steps_at_accuracy(run, accuracy)
     if last_step is None:
         return dict.fromkeys(COSTS, math.inf)
     costs = dict.fromkeys(COSTS, math.nan)
@@ -210,7 +218,7 @@ def costs_to_reach_accuracy(run: History, accuracy: float) -> dict[str, float]:
 def estimate_reference_seconds_by_chip(
     run: History, steps: list[dict[str, Any]]
 ) -> dict[str, float]:
-    """The seconds that these steps would take on each of CHIPS, for the step named above."""
+    """The estimated seconds of these steps on each of CHIPS, for the MODEL and sizes above."""
     groups = run.settings["groups"]
     model = model_choice.load_config(MODEL)
     settings = {
@@ -233,7 +241,7 @@ def estimate_reference_seconds_by_chip(
     for record in steps:
         num_rows = scale * record["update/rows"]
         num_measured = (BATCH * groups - num_rows) / MEASURED_OF
-        work = UpdateWork(
+        work = UpdateTokenCounts(
             prompt_tokens=scale * record["sampling/signal_groups"] * PROMPT_TOKENS,
             trained_tokens=num_rows * COMPLETION_TOKENS,
             measured_tokens=num_measured * COMPLETION_TOKENS,
@@ -248,30 +256,30 @@ def estimate_reference_seconds_by_chip(
 # ---- the table
 
 
-def format_mean_difference(first: list[float], other: list[float]) -> str:
-    """The mean of paired differences, with Student's 95% interval if there are several."""
-    differences = [after - before for before, after in zip(first, other, strict=True)]
+def format_mean_gain_over_baseline(baseline: list[float], other: list[float]) -> str:
+    """The mean of `other` - `baseline` over all pairs, with Student's 95% interval if possible."""
+    differences = [after - before for before, after in zip(baseline, other, strict=True)]
     if not differences:
         return ""
     mean = statistics.fmean(differences)
-    num = len(differences)
-    if num < 2:
+    num_pairs = len(differences)
+    if num_pairs < 2:
         return f"{mean:+.3f}"
-    half_width = student_t_quantile(num - 1) * statistics.stdev(differences) / num**0.5
+    half_width = student_t_quantile(num_pairs - 1) * statistics.stdev(differences) / num_pairs**0.5
     return f"{mean:+.3f} \u00b1 {half_width:.3f}"
 
 
-def median_ratio(first: list[float], other: list[float]) -> float:
-    """The median of other / first. Pairs whose first value is 0 or not finite are left out."""
+def median_ratio_to_baseline(baseline: list[float], other: list[float]) -> float:
+    """The median of other / baseline, without pairs whose baseline is 0 or not finite."""
     ratios = [
         value / divisor
-        for divisor, value in zip(first, other, strict=True)
+        for divisor, value in zip(baseline, other, strict=True)
         if math.isfinite(divisor) and divisor > 0
     ]
     return statistics.median(ratios) if ratios else math.nan
 
 
-def print_table(groups: list[seeds.SeedGroup], accuracy: float) -> None:
+def print_costs_as_table_and_json(seed_groups: list[seeds.SeedGroup], accuracy: float) -> None:
     """Prints a row for each group of seeds, and the figures of each seed as JSON."""
     headers = ["variant", "seeds", "accuracy", "difference"]
     headers += [f"{cost} until {accuracy:g}" for cost in COSTS]
@@ -281,7 +289,7 @@ def print_table(groups: list[seeds.SeedGroup], accuracy: float) -> None:
 
     last_accuracies: list[dict[int, float]] = []
     costs_by_seed: list[dict[int, dict[str, float]]] = []
-    for group in groups:
+    for group in seed_groups:
         key = f"eval/{group.figure_name}"
         last_accuracies.append(
             {run.settings["seed"]: run.evals_with_figure[-1][key] for run in group.runs}
@@ -290,23 +298,27 @@ def print_table(groups: list[seeds.SeedGroup], accuracy: float) -> None:
             {run.settings["seed"]: costs_to_reach_accuracy(run, accuracy) for run in group.runs}
         )
 
-    for group, accuracies, costs in zip(groups, last_accuracies, costs_by_seed, strict=True):
+    for group, accuracies, costs in zip(seed_groups, last_accuracies, costs_by_seed, strict=True):
         shared_seeds = [seed for seed in costs_by_seed[0] if seed in costs]
         first_accuracies = [last_accuracies[0][seed] for seed in shared_seeds]
         other_accuracies = [accuracies[seed] for seed in shared_seeds]
         cells = [group.name, str(len(group.runs)), f"{statistics.fmean(accuracies.values()):.3f}"]
-        cells.append(format_mean_difference(first_accuracies, other_accuracies))
+        cells.append(format_mean_gain_over_baseline(first_accuracies, other_accuracies))
         for cost in COSTS:
-            cells.append(f"{statistics.median(each[cost] for each in costs.values()):,.0f}")
+            cells.append(
+                f"{statistics.median(seed_costs[cost] for seed_costs in costs.values()):,.0f}"
+            )
         for cost in COMPARED_COSTS:
             first = [costs_by_seed[0][seed][cost] for seed in shared_seeds]
             other = [costs[seed][cost] for seed in shared_seeds]
-            cells.append(f"{median_ratio(first, other):.2f}")
+            cells.append(f"{median_ratio_to_baseline(first, other):.2f}")
         print(f"| {' | '.join(cells)} |")
 
     records = [
         {"variant": group.name, "accuracy": accuracies, "costs": costs}
-        for group, accuracies, costs in zip(groups, last_accuracies, costs_by_seed, strict=True)
+        for group, accuracies, costs in zip(
+            seed_groups, last_accuracies, costs_by_seed, strict=True
+        )
     ]
     print(json.dumps({"until": accuracy, "variants": records}))
 
@@ -323,7 +335,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--line", type=float, help="the held-out accuracy to reach")
     parser.add_argument("--task", choices=tuple(TASKS), help="train the variants on this task")
     parser.add_argument(
-        "--num-seeds", type=int, default=5, help="number of seeds of each variant (default: 5)"
+        "--num-seeds", type=int, default=5, help="number of seeds per variant (default: 5)"
     )
     parser.add_argument(
         "--variants", nargs="+", metavar="NAME", help="the variants to train (default: all but trl)"
@@ -337,19 +349,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(sys.argv[1:] if argv is None else argv)
 
 
-def choose_variants(task: Task, names: list[str] | None) -> dict[str, str]:
+def choose_variant_flags(task: BenchmarkTask, variant_names: list[str] | None) -> dict[str, str]:
     """The flags of the named variants, by name. Raises ValueError if a name is unknown."""
-    variants = list_variants(task)
-    if names is None:
+    variants = variant_flags_by_name(task)
+    if variant_names is None:
         return variants
     variants[TRL] = ""
-    for name in names:
+    for name in variant_names:
         if name not in variants:
             known = ", ".join(repr(variant) for variant in variants)
             raise ValueError(f"--variants {name!r} is unknown; the variants are {known}")
-    if names[0] == TRL:
+    if variant_names[0] == TRL:
         raise ValueError("--variants trl needs a run of another variant; name that variant first")
-    return {name: variants[name] for name in names}
+    return {name: variants[name] for name in variant_names}
 
 
 @guard_output()
@@ -357,19 +369,19 @@ def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     with exit_on_mistakes():
         if arguments[:1] == ["--train-one"]:
-            train_one(Path(arguments[1]), arguments[2:])
+            train_run_and_write_cpu_seconds(Path(arguments[1]), arguments[2:])
             return
         args = parse_arguments(argv)
         folders = args.runs
         accuracy = args.line
         if args.task:
             task = TASKS[args.task]
-            variants = choose_variants(task, args.variants)
+            variants = choose_variant_flags(task, args.variants)
             folders = train_missing_runs(task, variants, args.out / args.task, args.num_seeds)
             accuracy = accuracy or task.accuracy
         if not folders or accuracy is None:
             raise ValueError("give a --task to train, or --line and the runs to compare")
-        print_table(seeds.load_seed_groups(folders), accuracy)
+        print_costs_as_table_and_json(seeds.load_seed_groups(folders), accuracy)
 
 
 if __name__ == "__main__":

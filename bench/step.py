@@ -6,16 +6,17 @@ data type. All trainers get the same prompts in the chat template, and sample G 
 exactly `--max-tokens` tokens per prompt. All trainers use AdamW, a reward that takes almost no
 time, and no KL term, and decode all rows at once.
 
-Each engine runs in separate processes, so that no other engine adds to its peak memory. Where
-versions differ, Python imports the engine's packages rather than Gwen's. uv keeps the engines'
-packages in its cache, where PyTorch alone takes gigabytes. TRL runs on the device that PyTorch
+Each engine runs in its own processes, so that no other engine adds to its peak memory. If Gwen and
+the engine need different versions of a package, the engine's version is used. uv keeps the engines'
+packages in its cache; PyTorch alone takes gigabytes there. TRL runs on the device that PyTorch
 finds; without a GPU, TRL gets as many threads as Gwen, which is one by default. All trainers are
 called through their public functions. A step ends when the trainer calls a callback, or when
 `train.train` yields.
 
 This file does not cover evaluation, checkpoints or judges. All peaks include the weights. On a CPU,
-TRL's peak is the growth of its process, which includes memory that was freed again. All other peaks
-are the most memory that MLX used.
+TRL's peak is the growth of its process, which includes memory that was freed again. On a GPU, it is
+the memory that PyTorch has allocated at the end. The peaks of the other trainers are the most
+memory that MLX used.
 
 Axes: B prompts, G completions per prompt, N = B * G rows.
 """
@@ -58,10 +59,10 @@ LEARNING_RATE = 1e-4
 
 class StepTimes(list[dict[str, float]]):
     """
-    A list of the times that the steps of a trainer took.
+    A list of the durations of a trainer's steps.
 
-    The trainer calls `alternating_reward` after each rollout, and `record_step_time` after each
-    update.
+    The trainer calls `arbitrary_varied_rewards` after each rollout, and `record_step_time` after
+    each update.
     """
 
     def __init__(self, args: argparse.Namespace, directory: Path):
@@ -79,7 +80,7 @@ class StepTimes(list[dict[str, float]]):
         self.begin_s = time.perf_counter()
         self.begin_cpu_s = time.process_time()
 
-    def alternating_reward(
+    def arbitrary_varied_rewards(
         self, completions: list[str], completion_ids: Any = (), **_: Any
     ) -> list[float]:
         """
@@ -108,7 +109,7 @@ def train_with_gwen(
     train: Any = importlib.import_module("train")
     trainer = train.Trainer.start(
         model=str(directory),
-        reward=steps.alternating_reward,
+        reward=steps.arbitrary_varied_rewards,
         steps=steps.num_steps + 1,
         run_dir=f"{scratch}/run",
         batch=args.batch,
@@ -136,7 +137,7 @@ def train_with_mlx_lm_lora(
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     trainer: Any = importlib.import_module("mlx_lm_lora.trainer.grpo_trainer")
-    model = harness.load_mlx_lm_model(directory, gwen.default_dtype())
+    model = harness.load_mlx_lm_model(directory, gwen.dtype_from_env_or_device())
     model.freeze()
     adapter_config = {
         "rank": args.lora_rank,
@@ -168,7 +169,7 @@ def train_with_mlx_lm_lora(
         tokenizer,
         optim.AdamW(LEARNING_RATE),
         [],
-        reward_funcs=[steps.alternating_reward],
+        reward_funcs=[steps.arbitrary_varied_rewards],
         args=training_args,
         iterate_batches=lambda **_: itertools.repeat(batch),
         training_callback=SimpleNamespace(on_train_loss_report=steps.record_step_time),
@@ -186,7 +187,7 @@ def train_with_trl(
     peft: Any = importlib.import_module("peft")
     torch.set_num_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", 1)))
 
-    dtype = getattr(torch, str(gwen.default_dtype()).removeprefix("mlx.core."))
+    dtype = getattr(torch, str(gwen.dtype_from_env_or_device()).removeprefix("mlx.core."))
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     adapter_config = peft.LoraConfig(
         r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
@@ -215,7 +216,7 @@ def train_with_trl(
     timer_class = type("Timer", (transformers.TrainerCallback,), members)
     trainer = trl.GRPOTrainer(
         model,
-        [steps.alternating_reward],
+        [steps.arbitrary_varied_rewards],
         args=training_args,
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         processing_class=steps.tokenizer,
@@ -258,7 +259,7 @@ def time_engine_steps(args: argparse.Namespace) -> list[dict[str, float]]:
     """Trains with one engine, and returns the times and the peak memory of each timed step."""
     if args.engine == "trl":
         for package in ("torch", "peft", "trl"):
-            importlib.import_module(package)  # load now, so that no step's peak includes it
+            importlib.import_module(package)  # load these before the memory is measured
     bytes_before = peak_process_bytes()
     directory = Path(args.model)
     steps = StepTimes(args, directory)
@@ -306,7 +307,7 @@ def run_engines_in_processes(args: argparse.Namespace, directory: Path) -> list[
     return steps
 
 
-def print_report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
+def print_table_and_json(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
     """Prints each engine's median figures, a comparison with Gwen, and all figures as JSON."""
     print(
         f"Config: B={args.batch} G={args.groups} prompt={args.prompt_tokens} "
@@ -367,7 +368,7 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
         choices=tuple(ENGINES),
         help="run only this engine, in this process, and print its times as JSON",
     )
-    return harness.parse_with_number_flags(parser, argv, NUMBERS)
+    return harness.add_number_flags_and_parse(parser, argv, NUMBERS)
 
 
 @guard_output()
@@ -378,7 +379,7 @@ def main(argv: list[str] | None = None) -> None:
             print(json.dumps(time_engine_steps(args)))
             return
         with harness.model_directory(args.model) as directory:
-            print_report(args, run_engines_in_processes(args, directory))
+            print_table_and_json(args, run_engines_in_processes(args, directory))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """
-Trains with TRL's trainer and the settings of a Gwen run, and records a run for `bench.sooner`.
+Trains with TRL, using the settings of a Gwen run, and records the result for `bench.sooner`.
 
     uv run --with trl==1.16.0 --with peft==0.21.2 --with torch==2.15.0 \\
         python -m bench.trl_run runs/A runs/TRL
@@ -31,8 +31,8 @@ from reporting import history
 from step import sample
 
 
-class StepRecorder:
-    """Scores TRL's completions with a Gwen run's rewards, and records and evaluates TRL's steps."""
+class TrlScorerAndRecorder:
+    """Scores TRL's completions with the rewards of a Gwen run, and records and evaluates steps."""
 
     def __init__(self, run: Any, peft_model: Any, adapter_dir: str):
         """adapter_dir: the directory into which the trained adapter is saved for Gwen."""
@@ -40,7 +40,7 @@ class StepRecorder:
         self.peft_model = peft_model
         self.adapter_dir = adapter_dir
         num_steps = run.config.optimizer.steps
-        self.draws = [run.prompts.next_prompts(step) for step in range(num_steps)]
+        self.examples_and_prompts = [run.prompts.next_prompts(step) for step in range(num_steps)]
         self.cpu_seconds: list[float] = []
         self.begin_s = 0.0
 
@@ -48,7 +48,7 @@ class StepRecorder:
         """A reward function for TRL: the rewards that the Gwen run gives to these completions."""
         train: Any = importlib.import_module("train")
         eos_ids = self.run.model.config.eos_ids
-        examples, prompts = self.draws[self.run.step]
+        examples, prompts = self.examples_and_prompts[self.run.step]
         samples = []
         empty_samples = sample.new_samples(examples, prompts, self.run.config.sampling.groups)
         for empty_sample, ids in zip(empty_samples, completion_ids, strict=True):
@@ -68,7 +68,7 @@ class StepRecorder:
     def begin_step(self, *_: Any, **__: Any) -> None:
         self.begin_s = time.process_time()
 
-    def end_step(self, *_: Any, **__: Any) -> None:
+    def end_step_and_maybe_evaluate(self, *_: Any, **__: Any) -> None:
         self.cpu_seconds.append(time.process_time() - self.begin_s)
         run = self.run
         run.step += 1
@@ -102,15 +102,17 @@ def train_with_trl(gwen_run_dir: str, new_run_dir: str) -> None:
         run.journal,
     ):
         transformers.set_seed(sampling.seed)  # for the initial adapters
-        dtype = getattr(torch, str(gwen.default_dtype()).removeprefix("mlx.core."))
+        dtype = getattr(torch, str(gwen.dtype_from_env_or_device()).removeprefix("mlx.core."))
         base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
         rank = run.config.model.lora_rank
         alpha = run.config.model.lora_scale * rank
         adapter_config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear")
         peft_model = peft.get_peft_model(base, adapter_config)
-        recorder = StepRecorder(run, peft_model, scratch)
+        recorder = TrlScorerAndRecorder(run, peft_model, scratch)
 
-        prompts = [prompt for _examples, prompts in recorder.draws for prompt in prompts]
+        prompts = [
+            prompt for _examples, prompts in recorder.examples_and_prompts for prompt in prompts
+        ]
         texts = [run.tokenizer.decode(prompt) for prompt in prompts]
         for text, prompt in zip(texts, prompts, strict=True):
             assert run.tokenizer.encode(text, add_special_tokens=False) == prompt, text
@@ -138,7 +140,10 @@ def train_with_trl(gwen_run_dir: str, new_run_dir: str) -> None:
             output_dir=scratch,
             seed=sampling.seed,
         )
-        events = {"on_train_begin": recorder.begin_step, "on_step_end": recorder.end_step}
+        events = {
+            "on_train_begin": recorder.begin_step,
+            "on_step_end": recorder.end_step_and_maybe_evaluate,
+        }
         members = {event: staticmethod(function) for event, function in events.items()}
         callback = type("Callback", (transformers.TrainerCallback,), members)
         trl.GRPOTrainer(

@@ -37,7 +37,7 @@ from step.sample import Sample
 LEARNING_RATE = 1e-6  # so small that --target-kl never shortens a step
 
 
-class Variant(NamedTuple):
+class UpdateVariant(NamedTuple):
     """The settings of one row of the table; None means the default of `train.py`."""
 
     train_completions: int | None
@@ -49,23 +49,23 @@ class Variant(NamedTuple):
         return f"{completions}, {layers}"
 
 
-def list_variants(groups: int, num_layers: int) -> list[Variant]:
+def list_variants(groups: int, num_layers: int) -> list[UpdateVariant]:
     """
     The settings to time.
 
-    Each trains all, half or a quarter of the completions, with adapters on all layers or on half of
-    them.
+    Each trains all, half or a quarter of the completions, with adapters on all layers or on the
+    upper half.
     """
     variants = []
     for num_upper in (None, max(num_layers // 2, 1)):
         for num_trained in (None, groups // 2, groups // 4):
             if num_trained is None or num_trained >= 2:
-                variants.append(Variant(num_trained, num_upper))
+                variants.append(UpdateVariant(num_trained, num_upper))
     return variants
 
 
-def make_samples(args: argparse.Namespace, vocab_size: int) -> list[Sample]:
-    """Samples of random tokens with random rewards, as a rollout would give them."""
+def make_random_samples(args: argparse.Namespace, vocab_size: int) -> list[Sample]:
+    """Samples with random tokens and random rewards, in the form that a rollout returns."""
     rng = np.random.default_rng(args.seed)
     samples = []
     for group in range(args.batch):
@@ -87,8 +87,8 @@ def make_samples(args: argparse.Namespace, vocab_size: int) -> list[Sample]:
     return samples
 
 
-def measure_variant(
-    args: argparse.Namespace, directory: Path, variant: Variant
+def time_updates_of_variant(
+    args: argparse.Namespace, directory: Path, variant: UpdateVariant
 ) -> Iterator[dict[str, Any]]:
     """Yields the processor seconds, the seconds and the peak memory of each timed update."""
     config = Config.from_flags(
@@ -105,7 +105,7 @@ def measure_variant(
         config, MemoryDependentSizes(args.batch * args.groups, memory_estimate.BUDGET, 0)
     )
     learner = update.Learner(model, config, loss)
-    scored = make_samples(args, model.config.vocab_size)
+    scored = make_random_samples(args, model.config.vocab_size)
 
     for number in range(args.warmup + args.runs):
         mx.reset_peak_memory()
@@ -127,8 +127,8 @@ def measure_variant(
             }
 
 
-def print_report(args: argparse.Namespace, updates: list[dict[str, Any]]) -> None:
-    """Prints the medians of each setting and their ratios to the first setting's, also as JSON."""
+def print_table_and_json(args: argparse.Namespace, updates: list[dict[str, Any]]) -> None:
+    """Prints each setting's medians and its CPU time relative to the first, also as JSON."""
     table = pd.DataFrame(updates).groupby("setting", sort=False).median()
     table["of the first"] = table.cpu_s / table.cpu_s.iloc[0]
     print(
@@ -142,14 +142,14 @@ def print_report(args: argparse.Namespace, updates: list[dict[str, Any]]) -> Non
 
 
 NUMBERS: harness.Numbers = {
-    "batch": (8, 1, "B, prompts"),
-    "groups": (8, 2, "G, completions of each"),
-    "prompt_tokens": (128, 1, "tokens of a prompt"),
-    "max_tokens": (128, 1, "tokens of every completion"),
-    "seed": (0, 0, "seed of prompts, completions and rewards"),
-    "warmup": (1, 0, "untimed updates of each round"),
-    "runs": (2, 1, "timed updates of each round"),
-    "rounds": (1, 1, "how often the settings take turns"),
+    "batch": (8, 1, "B, the number of prompts"),
+    "groups": (8, 2, "G, the number of completions per prompt"),
+    "prompt_tokens": (128, 1, "the number of tokens in a prompt"),
+    "max_tokens": (128, 1, "the number of tokens in every completion"),
+    "seed": (0, 0, "the seed of prompts, completions and rewards"),
+    "warmup": (1, 0, "the number of untimed updates per setting and round"),
+    "runs": (2, 1, "the number of timed updates per setting and round"),
+    "rounds": (1, 1, "the number of rounds, in which the settings take turns"),
 }
 
 
@@ -158,14 +158,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser("bench.update", "Time the update of a GRPO step for several settings.")
     parser.add_argument("--model", default="random:30m", help="model, as in train.py")
     with exit_on_mistakes():
-        args = harness.parse_with_number_flags(parser, argv, NUMBERS)
+        args = harness.add_number_flags_and_parse(parser, argv, NUMBERS)
         updates: list[dict[str, Any]] = []
         with harness.model_directory(args.model) as directory:
             num_layers = gwen.load_model(directory, lazy=True).config.num_hidden_layers
             variants = list_variants(args.groups, num_layers)
             for _, variant in harness.turns_in_alternating_order(variants, args.rounds):
-                updates += measure_variant(args, directory, variant)
-        print_report(args, updates)
+                updates += time_updates_of_variant(args, directory, variant)
+        print_table_and_json(args, updates)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from tools import toolbox as toolbox_module
 # A warning is printed if rounding moves the model by more than this fraction of the distance that
 # training moved it.
 TOO_MUCH = 1 / 3
-POSITIONS = 256  # the number of positions in a pass that keeps all its logits in memory
+POSITIONS = 256  # the number of positions in a forward pass, which keeps all logits in memory
 
 SampledAndGreedyAnswers = tuple[list[Sample], list[Sample]]
 ModelAndAnswers = tuple[gwen.Model, list[Sample], list[Sample]]
@@ -73,21 +73,20 @@ def write_quantized_copy(model_directory: Path, out: Path, bits: int) -> BitsPer
 
 
 def measure_and_print_quantization_cost(
-    run: str | None, wide_directory: Path, few_bits_path: Path, bits: int
+    run: str | None, sixteen_bit_directory: Path, few_bits_path: Path, bits: int
 ) -> None:
     """
     Compares a run's rounded model with its 16-bit model, and prints the result.
 
     The comparison uses held-out problems of the run.
 
-    wide_directory: the directory of the 16-bit model.
+    sixteen_bit_directory: the directory of the 16-bit model.
     few_bits_path: the directory or GGUF file of the rounded model.
     """
     try:
-        config = load_config_with_problems(run)
-        hub.find_model_directory(
-            few_bits_path
-        )  # raises an error at once if Gwen cannot read the file that it wrote
+        config = load_config_of_run_with_problems(run)
+        # raise an error at once if Gwen cannot read the file that it wrote
+        hub.find_model_directory(few_bits_path)
         assert run is not None
         task = tasks.make_task(config, held_out_keys=tasks.read_held_out_keys(run))
         print(
@@ -95,46 +94,47 @@ def measure_and_print_quantization_cost(
             "problems (you may stop the measurement with Ctrl-C)",
             flush=True,
         )
-        _, sampled, greedy = evaluate_and_print_model(config, task, wide_directory, 16)
+        _, sampled, greedy = evaluate_and_print_model(config, task, sixteen_bit_directory, 16)
         model, _, _ = evaluate_and_print_model(config, task, few_bits_path, bits)
-        lost = measures.mean_kl_to_reference(model, sampled, 1.0)  # nats per token
+        rounding_kl = measures.mean_kl_to_reference(model, sampled, 1.0)  # nats per token
         agreement = greedy_agreement_fraction(model, greedy)
         del model  # only one model is in memory at a time
         base, _ = gwen.load(
             config.model.name,
-            adapter=run_files.adapter_path(run, 0),
+            adapter=run_files.saved_or_initial_adapter_path(run, 0),
             end_tokens=config.sampling.end_tokens,
         )
-        learned = measures.mean_kl_to_reference(base, sampled, 1.0)
+        training_kl = measures.mean_kl_to_reference(base, sampled, 1.0)
     except ValueError as error:  # the model has already been written, so this is not fatal
         print(escape_invisible(f"the effect of {bits} bits was not measured: {error}"))
         return
 
-    fraction = lost / max(learned, 1e-9)
+    fraction = rounding_kl / max(training_kl, 1e-9)
     beginning = model_card.describe_initial_adapter(config.to_flags())
     print(
-        f"rounding to {bits} bits moved the model by {lost:.2g} nats per token, {fraction:.2%} of "
-        f"the {learned:.2g} nats per token by which training moved the model{beginning}; "
+        f"rounding to {bits} bits moved the model by {rounding_kl:.2g} nats per token, which is "
+        f"{fraction:.2%} of the {training_kl:.2g} nats per token by which training moved the model"
+        f"{beginning}; "
         f"{agreement:.1%} of the tokens in greedy answers are still the likeliest tokens"
     )
-    if lost > TOO_MUCH * learned:
+    if rounding_kl > TOO_MUCH * training_kl:
         print(
             f"WARNING: rounding to {bits} bits changed the model by more than a third as much as "
             "training did; use more bits, or train longer"
         )
 
 
-def load_config_with_problems(run: str | None) -> Config:
+def load_config_of_run_with_problems(run: str | None) -> Config:
     """
     The settings of a run whose task has problems.
 
     Raises ValueError if there is no run, or if the run's task has no problems.
     """
-    reason = "the measurement needs --run with a run whose task has problems to solve"
+    reason = "the measurement needs --run, with a run whose task has problems to solve"
     if run is None:
         raise ValueError(reason)
     config = policy.load_run_config_and_set_template_date(run, {})
-    if config.data.task == "own" and not config.data.path:  # such a run has only given replies
+    if config.data.task == "own" and not config.data.path:  # such a run has replies but no problems
         raise ValueError(reason)
     return config
 

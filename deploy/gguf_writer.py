@@ -3,7 +3,7 @@ Writes GGUF files, which contain a model for llama.cpp, Ollama and LM Studio in 
 
 Norms and biases remain in float32. Matrices become F16 at 16 bits and Q8_0 at 8 bits. At 4 bits,
 each matrix gets the type that llama.cpp's Q4_K_M scheme chooses for it. Only llama.cpp's own
-library can pack these types. Without this library, matrices become Q4_0.
+library can pack these types. Without this library, matrices become Q4_0 instead.
 
 GGUF files are read in disk/gguf.py. Qwen3.5, SmolLM3 and tokenizers with a split rule that is not
 in `SPLITS` are not supported. Rounding errors are not weighted by sample texts.
@@ -51,10 +51,10 @@ YARN_KEYS = {
 }
 
 
-def write_gguf(
-    folder: Path,
-    name: str,
-    weights: dict[str, mx.array],
+def write_gguf_and_return_summary(
+    new_folder: Path,
+    model_name: str,
+    weights_to_empty: dict[str, mx.array],
     config: ModelConfig,
     tokenizer: Any,
     bits: int,
@@ -62,7 +62,7 @@ def write_gguf(
     """
     Writes the file NAME-LABEL.gguf into a new folder, and returns a summary for the user.
 
-    weights: the weights by their Hugging Face names. Each weight is removed from the dictionary
+    weights_to_empty: the weights by Hugging Face name. Each weight is removed from the dictionary
         when it is written, so that only one matrix is in memory at a time.
 
     Raises ValueError if the model is not supported, or if the package gguf is missing.
@@ -78,16 +78,16 @@ def write_gguf(
     label = LABELS[bits]
     if bits == 4 and library is None:
         label = "Q4_0"
-    file = f"{name}-{label}.gguf"
+    file = f"{model_name}-{label}.gguf"
     metadata = make_gguf_metadata(config, tokenizer)
-    metadata["general.name"] = name
+    metadata["general.name"] = model_name
     metadata["general.file_type"] = int(gguf.LlamaFileType[f"MOSTLY_{label}"])
     metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
-        weights[ROPE_FACTORS] = llama3_frequency_divisors(config)
+        weights_to_empty[ROPE_FACTORS] = llama3_frequency_divisors(config)
 
-    folder.mkdir(parents=True)
-    writer = gguf.GGUFWriter(folder / file, config.model_type, use_temp_file=True)
+    new_folder.mkdir(parents=True)
+    writer = gguf.GGUFWriter(new_folder / file, config.model_type, use_temp_file=True)
     for key, value in metadata.items():
         add = getattr(writer, ADDERS[type(value)])
         add(key, value)
@@ -95,8 +95,8 @@ def write_gguf(
     architecture = gguf.MODEL_ARCH[config.model_type.upper()]
     gguf_names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     counts = Counter[str]()
-    for hub_name in list(weights):
-        tensor = weights.pop(hub_name).astype(mx.float32)
+    for hub_name in list(weights_to_empty):
+        tensor = weights_to_empty.pop(hub_name).astype(mx.float32)
         gguf_name = gguf_names.get_name(hub_name, (".weight", ".bias")) or hub_name
         if config.model_type == "llama":
             tensor = reorder_llama_heads(hub_name, tensor, config)
@@ -132,14 +132,16 @@ def reorder_llama_heads(hub_name: str, tensor: mx.array, config: ModelConfig) ->
     num_heads = heads.get(hub_name.split(".")[-2])
     if num_heads is None:
         return tensor
-    return reader.reorder_head_rows(tensor, num_heads, config.head_dim // 2)
+    return reader.transpose_rows_within_heads(tensor, num_heads, config.head_dim // 2)
 
 
-def choose_tensor_type(name: str, shape: tuple[int, ...], config: ModelConfig, label: str) -> Any:
+def choose_tensor_type(
+    gguf_name: str, shape: tuple[int, ...], config: ModelConfig, label: str
+) -> Any:
     """
-    The best allowed type for a tensor (…, C) whose block size divides C.
+    The best allowed type for a tensor (…, C); the block size of the type must divide C.
 
-    Q4_K_M's choice of the tensors with more bits, and the fallback types, come from
+    The choice of tensors that get more bits in Q4_K_M, and the fallback types, are those of
     https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp.
     """
     import gguf
@@ -147,15 +149,15 @@ def choose_tensor_type(name: str, shape: tuple[int, ...], config: ModelConfig, l
     if len(shape) == 1:
         names = ["F32"]
     else:
-        names = [*preferred_type_names(name, config, label), "F16"]
+        names = [*preferred_type_names(gguf_name, config, label), "F16"]
     kinds = [gguf.GGMLQuantizationType[kind_name] for kind_name in names]
     return next(kind for kind in kinds if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0)
 
 
-def preferred_type_names(name: str, config: ModelConfig, label: str) -> list[str]:
+def preferred_type_names(gguf_name: str, config: ModelConfig, label: str) -> list[str]:
     """The names of the types that a matrix may have in a file with this label, best type first."""
     head_name = "token_embd" if config.tie_word_embeddings else "output."
-    is_head = name.startswith(head_name)
+    is_head = gguf_name.startswith(head_name)
     if label == "F16":
         return []
     if label == "Q8_0":
@@ -163,21 +165,21 @@ def preferred_type_names(name: str, config: ModelConfig, label: str) -> list[str
     if label == "Q4_0":
         return ["Q8_0"] if is_head else ["Q4_0"]
     assert label == "Q4_K_M", label
-    if is_head or needs_more_bits(name, config.num_hidden_layers):
+    if is_head or q4_k_m_uses_more_bits(gguf_name, config.num_hidden_layers):
         return ["Q6_K", "Q8_0"]
     return ["Q4_K", "Q5_0"]
 
 
-def needs_more_bits(name: str, num_layers: int) -> bool:
+def q4_k_m_uses_more_bits(gguf_name: str, num_layers: int) -> bool:
     """
     Whether the Q4_K_M scheme uses more bits for this matrix.
 
     Q4_K_M uses more bits for the value and down projections in the first eighth of the layers, in
     the last eighth, and in every third layer in between.
     """
-    if not name.startswith("blk."):
+    if not gguf_name.startswith("blk."):
         return False
-    _, number, part = name.split(".")[:3]
+    _, number, part = gguf_name.split(".")[:3]
     if part not in ("attn_v", "ffn_down"):
         return False
     layer = int(number)
@@ -233,7 +235,7 @@ def make_gguf_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
         raise ValueError(
             f"--export gguf does not support {config.family.members} yet, "
             f"only {', '.join(reader.ARCHITECTURES)}; "
-            "use --fuse, and then llama.cpp's convert_hf_to_gguf.py on the directory that it writes"
+            "use --fuse, and convert its directory with llama.cpp's convert_hf_to_gguf.py"
         )
     metadata = {}
     for attribute, key in reader.KEYS.items():

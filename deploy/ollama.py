@@ -6,8 +6,8 @@ the template in the GGUF file, Ollama uses its own template. Otherwise, Ollama j
 without their roles. So the chat template is rendered here with marker texts in place of the
 messages, and the pieces between the markers become a template in the syntax of Go's text/template.
 
-Tools and dates other than today's are not supported. Templates that strip spaces around a message,
-or thoughts from a message, are not supported either.
+Tools are not supported, nor are dates other than today's, nor templates that strip spaces around a
+message or thoughts from a message.
 
 Source: https://github.com/ollama/ollama, template/template.go and parser/parser.go.
 """
@@ -80,12 +80,10 @@ def extract_checked_pieces(tokenizer: Any) -> TemplatePieces | None:
         for num_texts in (1, 3, 5):
             texts = TEXTS[:num_texts]
             for system in (None, TEXTS[1]):
-                rendered = render_conversation(tokenizer, texts, system)
+                rendered = render_without_added_bos(tokenizer, texts, system)
                 if render_with_pieces(pieces, texts, system) != rendered:
                     return None
-    except (
-        ValueError
-    ):  # the template may not allow a conversation, such as one with a system prompt
+    except ValueError:  # for example, if the template does not allow a system prompt
         return None
     return pieces
 
@@ -111,8 +109,8 @@ def extract_pieces(tokenizer: Any) -> TemplatePieces:
     )
 
 
-def render_conversation(
-    tokenizer: Any, texts: Sequence[str], system: str | None = None, opened: bool = True
+def render_without_added_bos(
+    tokenizer: Any, alternating_texts: Sequence[str], system: str | None = None, opened: bool = True
 ) -> str:
     """
     The chat template's rendering of texts by the user and the assistant, in alternation.
@@ -120,9 +118,11 @@ def render_conversation(
     If llama.cpp will add a beginning-of-text token, that token is omitted here.
     """
     roles = ("user", "assistant")
-    turns = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
+    turns = [
+        {"role": roles[index % 2], "content": text} for index, text in enumerate(alternating_texts)
+    ]
     messages = chat_template.make_messages(turns, system)
-    text = chat_template.render_chat(tokenizer, messages, None, opened=opened)
+    text = chat_template.render_chat(tokenizer, messages, None, add_generation_prompt=opened)
     if prompts_begin_with_bos(tokenizer):
         text = text.removeprefix(tokenizer.bos_token)
     return text
@@ -136,7 +136,7 @@ def render_and_split_at_marks(
 
     If there is a marker for the system prompt, this marker comes first.
     """
-    rest = render_conversation(tokenizer, marks, system, opened)
+    rest = render_without_added_bos(tokenizer, marks, system, opened)
     if system:
         marks = [system, *marks]
     pieces = []
@@ -159,7 +159,7 @@ def render_with_pieces(pieces: TemplatePieces, texts: Sequence[str], system: str
 # ---- the syntax of a Modelfile
 
 
-def escape_for_go_template(text: str) -> str:
+def escape_for_modelfile_template(text: str) -> str:
     """
     The text, escaped for a Go template in triple quotes in a Modelfile.
 
@@ -180,19 +180,19 @@ def go_print_action(character: str) -> str:
     return f'{{{{ "\\U{ord(character):08x}" }}}}'
 
 
-def format_modelfile_messages(shots: list[dict[str, Any]]) -> str:
+def format_modelfile_messages_or_empty(messages: list[dict[str, Any]]) -> str:
     """
     The messages as lines of a Modelfile, or "" if Ollama would change the messages.
 
     Ollama joins consecutive messages with the same role, ends a message at triple quotes at the end
     of a line, and drops characters that it considers unprintable.
     """
-    turns = [(message["role"], message.get("tool_calls")) for message in shots]
-    num_pairs = len(shots) // 2
+    turns = [(message["role"], message.get("tool_calls")) for message in messages]
+    num_pairs = len(messages) // 2
     if turns != [("user", None), ("assistant", None)] * num_pairs:
         return ""
     lines = []
-    for message in shots:
+    for message in messages:
         text = message["content"]
         ends_early = re.search(r'"""\s*[\r\n]', text)
         if ends_early or not re.sub(r"[\t\r\n]", "", text).isprintable():
@@ -201,18 +201,18 @@ def format_modelfile_messages(shots: list[dict[str, Any]]) -> str:
     return "".join(lines)
 
 
-def write_modelfile(
+def write_modelfile_and_return_note(
     folder: Path,
     tokenizer: Any,
     end_ids: Sequence[int],
-    trained: Config | None,
+    run_config: Config | None,
     shots: list[dict[str, Any]],
 ) -> str:
     """
     Writes a Modelfile into the folder that contains the GGUF file.
 
     end_ids: the token ids that end an answer.
-    trained: the settings of the run, whose length limit and stop texts Ollama will use; None if
+    run_config: the settings of the run, whose length limit and stop texts Ollama will use; None if
         there is no run.
     shots: the messages with which every conversation begins.
 
@@ -224,17 +224,19 @@ def write_modelfile(
     reply_end = find_end_of_reply_id(tokenizer)
     stop_ids = [*end_ids] if reply_end is None else [*end_ids, reply_end]
     stops = [tokenizer.decode([number]) for number in dict.fromkeys(stop_ids)]
-    if trained:
-        stops += trained.sampling.stop
-        if trained.objective.loss_type != "sft":  # after SFT, replies may be longer than this limit
-            lines += f"PARAMETER num_predict {trained.sampling.max_tokens}\n"
+    if run_config:
+        stops += run_config.sampling.stop
+        if (
+            run_config.objective.loss_type != "sft"
+        ):  # after SFT, replies may be longer than this limit
+            lines += f"PARAMETER num_predict {run_config.sampling.max_tokens}\n"
     for text in stops:
         marks = '"""' if '"' in text else '"'
         lines += f"PARAMETER stop {marks}{text}{marks}\n"
 
     note = ""
     if shots:
-        messages = format_modelfile_messages(shots)
+        messages = format_modelfile_messages_or_empty(shots)
         if messages:
             lines += SHOTS + messages
             note = f" that sends {len(shots)} messages first"
@@ -258,6 +260,6 @@ def fill_go_template(pieces: TemplatePieces) -> str:
     """`GO_TEMPLATE`, with its placeholders replaced by the given pieces."""
 
     def escaped_piece(placeholder: re.Match[str]) -> str:
-        return escape_for_go_template(getattr(pieces, placeholder[1]))
+        return escape_for_modelfile_template(getattr(pieces, placeholder[1]))
 
     return re.sub("@(.*?)@", escaped_piece, GO_TEMPLATE)

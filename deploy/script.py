@@ -16,7 +16,7 @@ from text.foreign_names import suggest_name
 
 
 @guard_output()
-def print_commands() -> None:
+def print_gwen_subcommands() -> None:
     width = max(len(word) for word in SUBCOMMANDS)
     for word, command in SUBCOMMANDS.items():
         print(f"gwen {word:{width}}  {command}")
@@ -27,7 +27,7 @@ def print_commands() -> None:
 def main() -> None:
     word, *flags = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help"):
-        print_commands()
+        print_gwen_subcommands()
         return
     if word not in SUBCOMMANDS:
         fix = suggest_name(word, SUBCOMMANDS) or "gwen --help lists the commands"

@@ -1,7 +1,7 @@
 """
 Finds the messages with which a run's training prompts begin, for an exported model or a chat.
 
-Chat templates render these messages in prompts/chat_template.py.
+prompts/chat_template.py renders these messages as text.
 """
 
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ from config import Config
 from prompts import chat_template
 
 
-class TrainedRun(NamedTuple):
-    """A run's settings, and the messages with which all its prompts begin."""
+class RunWithOpeningMessages(NamedTuple):
+    """The settings of a run, and the messages with which all prompts of the run begin."""
 
     config: Config
     system: str | None
     shots: list[dict[str, Any]]  # the messages after the system prompt
-    note: str  # a note for the user from `shared_opening_and_note`, or ""
+    note: str  # a note for the user from `load_shared_opening_and_note`, or ""
 
     @property
     def opening_messages(self) -> list[dict[str, Any]]:
@@ -27,15 +27,15 @@ class TrainedRun(NamedTuple):
         return [{"role": "system", "content": self.system}, *self.shots]
 
 
-def read_trained_run(config: Config) -> TrainedRun:
-    """A run's settings, and the messages with which its prompts begin, read from its data."""
-    opening, note = shared_opening_and_note(config)
+def load_run_with_opening_messages(config: Config) -> RunWithOpeningMessages:
+    """Load the messages with which a run's prompts begin from the run's data."""
+    opening, note = load_shared_opening_and_note(config)
     if opening and opening[0]["role"] == "system":
-        return TrainedRun(config, opening[0]["content"], opening[1:], note)
-    return TrainedRun(config, None, opening, note)
+        return RunWithOpeningMessages(config, opening[0]["content"], opening[1:], note)
+    return RunWithOpeningMessages(config, None, opening, note)
 
 
-def shared_opening_and_note(config: Config) -> tuple[list[dict[str, Any]], str]:
+def load_shared_opening_and_note(config: Config) -> tuple[list[dict[str, Any]], str]:
     """
     The messages with which all prompts of a run begin, and a note for the user.
 

@@ -87,11 +87,11 @@ def find_adapter_directory(path: str | Path) -> Path:
     )
 
 
-def base_model_of_adapter(path: str | Path) -> str:
+def require_base_model_of_adapter(path: str | Path) -> str:
     """
-    Return the name of the base model that the configuration of an adapter contains.
+    Return the name of an adapter's base model.
 
-    Raises ValueError if the configuration contains no base model.
+    Raises ValueError if the configuration of the adapter contains no base model.
     """
     _, config = _find_and_read_adapter_config(path)
     name = _base_model_name(config)
@@ -103,18 +103,19 @@ def base_model_of_adapter(path: str | Path) -> str:
     return name
 
 
-def find_base_if_different(path: str | Path, model: str | Path) -> str:
+def base_of_adapter_if_different(adapter_path: str | Path, model: str | Path) -> str:
     """
     Return the base model of an adapter if it is not `model`.
 
     Returns "" if the base model is `model`, or if the adapter does not name its base model.
     """
-    _, config = _find_and_read_adapter_config(path)
+    _, config = _find_and_read_adapter_config(adapter_path)
     base = _base_model_name(config)
+    if base is None:
+        return ""
     name = str(model)
-    if base is None or _name_without_owner_or_revision(base) == _name_without_owner_or_revision(
-        name
-    ):
+    short_name = _name_without_owner_or_revision(name)
+    if _name_without_owner_or_revision(base) == short_name:
         return ""
     base_path = Path(hub.BUNDLED.get(base, base))
     path_of_model = Path(hub.BUNDLED.get(name, name))
@@ -189,22 +190,26 @@ def read_lora_adapter(path: str | Path) -> LoraAdapter:
     matrices = _load_lora_matrices(directory, config)
     pairs: Pairs = {}
     for name in sorted({name for name, _ in matrices}):
-        low = matrices.get((name, "a"), mx.array(0))
-        high = matrices.get((name, "b"), mx.array(0))
-        if low.ndim != 2 or high.ndim != 2 or not low.shape[1] == high.shape[0] == rank:
+        matrix_a = matrices.get((name, "a"), mx.array(0))
+        matrix_b = matrices.get((name, "b"), mx.array(0))
+        if (
+            matrix_a.ndim != 2
+            or matrix_b.ndim != 2
+            or not matrix_a.shape[1] == matrix_b.shape[0] == rank
+        ):
             raise ValueError(
                 f"--adapter {directory}: {name} does not have two matrices of rank {rank}, "
                 f"the rank in {CONFIG}"
             )
-        is_finite = mx.isfinite(low).all() & mx.isfinite(high).all()
+        is_finite = mx.isfinite(matrix_a).all() & mx.isfinite(matrix_b).all()
         if not is_finite.item():
             raise ValueError(f"--adapter {directory}: {name} has values that are not finite")
-        pairs[name] = (low, high)
+        pairs[name] = (matrix_a, matrix_b)
     return LoraAdapter(_base_model_name(config), scale, pairs)
 
 
 def _load_lora_matrices(directory: Path, config: dict[str, Any]) -> dict[tuple[str, str], mx.array]:
-    """Load the matrices of an adapter, as mlx_lm orients them, by projection and "a" or "b"."""
+    """Load an adapter's matrices in mlx_lm's layout, by (name of the projection, "a" or "b")."""
     is_peft = "peft_type" in config
     endings = {"A.weight": "a", "B.weight": "b"} if is_peft else {"a": "a", "b": "b"}
     matrices = {}
@@ -221,15 +226,15 @@ def _load_lora_matrices(directory: Path, config: dict[str, Any]) -> dict[tuple[s
     return matrices
 
 
-def _read_rank_and_scale(config: dict[str, Any], prefix: str) -> tuple[int, float]:
+def _read_rank_and_scale(config: dict[str, Any], error_prefix: str) -> tuple[int, float]:
     """
     Return the rank and the scale in the configuration of an adapter.
 
-    Raises ValueError if one is missing or wrong. The error message begins with `prefix`.
+    Raises ValueError if one is missing or wrong. The error message begins with `error_prefix`.
     """
     is_peft = "peft_type" in config
     if is_peft:
-        _refuse_unsupported_peft_options(config, prefix)
+        _refuse_unsupported_peft_options(config, error_prefix)
     try:
         if is_peft:
             rank = config["r"]
@@ -245,18 +250,18 @@ def _read_rank_and_scale(config: dict[str, Any], prefix: str) -> tuple[int, floa
     keys = ("r", "lora_alpha") if is_peft else ("lora_parameters",)
     values = {key: config.get(key) for key in keys}
     raise ValueError(
-        f"{prefix} has {values!r:.120}; the rank must be a whole number, and the scale must be "
-        "from 1e-6 to 1e4"
+        f"{error_prefix} has {values!r:.120}; the rank must be a whole number, and the scale must "
+        "be from 1e-6 to 1e4"
     )
 
 
-def _refuse_unsupported_peft_options(config: dict[str, Any], prefix: str) -> None:
+def _refuse_unsupported_peft_options(config: dict[str, Any], error_prefix: str) -> None:
     """Raise ValueError if the configuration has a PEFT option that is not supported."""
     for key, supported in PEFT_OPTIONS.items():
         value = config.get(key)
         if value is not None and value not in supported:
             raise ValueError(
-                f"{prefix} has {key} {value!r:.60}, which is not supported; "
+                f"{error_prefix} has {key} {value!r:.60}, which is not supported; "
                 "merge the adapter into its model with PEFT first"
             )
 
@@ -268,11 +273,11 @@ def read_matching_adapter(weights: dict[str, mx.array], path: str | Path) -> Lor
     Raises ValueError if the weights lack a projection of the adapter, or if its shape is different.
     """
     adapter = read_lora_adapter(path)
-    for name, (low, high) in adapter.pairs.items():
+    for name, (matrix_a, matrix_b) in adapter.pairs.items():
         base = weights.get(f"{name}.weight")
         if base is None:
             raise ValueError(f"--adapter {path}: {name} is not a projection of this model")
-        if (high.shape[1], low.shape[0]) != base.shape:
+        if (matrix_b.shape[1], matrix_a.shape[0]) != base.shape:
             raise ValueError(
                 f"--adapter {path}: the matrices of {name} do not fit the model's weight, which "
                 f"has the shape {base.shape}"
@@ -286,18 +291,20 @@ def merge_adapter_into_weights(
     """
     Return weights into which an adapter is merged: W + scale * (A B)^T, computed in float32.
 
-    A "full" adapter replaces the weights instead. Raises ValueError if the adapter does not fit.
+    A "full" adapter replaces the weights instead.
 
-    weights: by Hugging Face name.
+    weights: the weights of the model, by Hugging Face name.
+
+    Raises ValueError if the adapter does not fit the weights.
     """
     directory, config = _find_and_read_adapter_config(path)
     if is_full_weight_adapter(directory):
         return _replace_by_full_adapter(weights, directory, config, family)
     adapter = read_matching_adapter(weights, directory)
     merged = dict(weights)
-    for name, (low, high) in adapter.pairs.items():
+    for name, (matrix_a, matrix_b) in adapter.pairs.items():
         base = merged[f"{name}.weight"]
-        delta = adapter.scale * (low.astype(mx.float32) @ high.astype(mx.float32)).T
+        delta = adapter.scale * (matrix_a.astype(mx.float32) @ matrix_b.astype(mx.float32)).T
         merged[f"{name}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
     return merged
 
@@ -306,7 +313,7 @@ def _replace_by_full_adapter(
     weights: dict[str, mx.array], directory: Path, config: dict[str, Any], family: hub.Family
 ) -> dict[str, mx.array]:
     """Return the weights, with the tensors of a "full" adapter in place of the original tensors."""
-    trained, _ = hub.rename_from_stored_names(_load_tensors(directory, config), family)
+    trained, _ = hub.standardize_stored_weights(_load_tensors(directory, config), family)
     replaced = dict(weights)
     for name, array in trained.items():
         if name not in weights or array.shape != weights[name].shape:
@@ -322,11 +329,11 @@ def _replace_by_full_adapter(
 
 def write_peft_adapter(adapter: LoraAdapter, directory: Path) -> None:
     """Write a "lora" adapter to a new directory in the PEFT layout. All ranks must be equal."""
-    (rank,) = {low.shape[1] for low, _ in adapter.pairs.values()}
+    (rank,) = {matrix_a.shape[1] for matrix_a, _ in adapter.pairs.values()}
     tensors = {}
-    for name, (low, high) in sorted(adapter.pairs.items()):
-        tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = mx.contiguous(low.T)
-        tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = mx.contiguous(high.T)
+    for name, (matrix_a, matrix_b) in sorted(adapter.pairs.items()):
+        tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = mx.contiguous(matrix_a.T)
+        tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = mx.contiguous(matrix_b.T)
     alpha = adapter.scale * rank
     config = {
         "peft_type": "LORA",
@@ -345,15 +352,15 @@ def write_peft_adapter(adapter: LoraAdapter, directory: Path) -> None:
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def fuse_adapter_weights(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
+def fuse_adapter_weights(adapter_tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     """
     Return the tensors of an adapter by the names of Gwen's fused parameters.
 
-    An example of such a name is "layers.0.self_attn.qkv_proj.lora_a". This function reverses
-    `lora.mlx_lm_adapter_weights`: for each fused projection, it joins the B matrices of the parts.
-    The parts have the same A matrix, so the A matrix of the first part is used.
+    An example of such a name is "layers.0.self_attn.qkv_proj.lora_a". This function is the inverse
+    of `lora.mlx_lm_adapter_weights`: for each fused projection, it joins the B matrices of the
+    parts, and uses the A matrix of the first part, because all parts have the same A matrix.
     """
-    adapter = {hub.standard_tensor_name(name): array for name, array in adapter.items()}
+    adapter = {hub.standard_tensor_name(name): array for name, array in adapter_tensors.items()}
     transposed_b = {name: array.T for name, array in adapter.items() if name.endswith("lora_b")}
     fused_b = hub.fuse_weights(transposed_b)
     out = {name: mx.contiguous(array.T) for name, array in fused_b.items()}

@@ -41,11 +41,14 @@ MAX_CHECKPOINTS = 3  # older checkpoints are removed
 DIGITS = 16  # the number of hexadecimal digits in a digest
 
 
-class State(NamedTuple):
+IsAdapter = bool  # whether the written weights are an adapter
+
+
+class TrainingState(NamedTuple):
     """The state of a run between two steps."""
 
     step: int
-    trainable: dict[str, mx.array]  # float32 masters by parameter name
+    trainable: dict[str, mx.array]  # the trained weights in float32, by parameter name
     optimizer: dict[str, mx.array]  # the state of the optimizer, by flattened name
 
     # JSON values: the loss scale, sizes that were reduced to fit memory, settings, and digests.
@@ -55,12 +58,14 @@ class State(NamedTuple):
 # ---- saving
 
 
-def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool]) -> None:
+def save_and_remove_old(
+    run_dir: str | Path, state: TrainingState, write_weights: Callable[[Path], IsAdapter]
+) -> None:
     """
     Write the checkpoint of a step, and remove all but the newest MAX_CHECKPOINTS checkpoints.
 
-    write_adapter: a function that writes the trained weights to a directory, and returns whether
-        they are adapters.
+    write_weights: a function that writes the trained weights to a directory, and returns whether
+        the weights are an adapter.
 
     Raises OSError if the files cannot be written; earlier checkpoints stay intact.
     """
@@ -71,7 +76,7 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
     _remove_file_or_directory(scratch)
     scratch.mkdir(parents=True)
     try:
-        _write_checkpoint_files(scratch, Path(run_dir), state, write_adapter)
+        _write_checkpoint_files(scratch, Path(run_dir), state, write_weights)
         refuse_replaced_run_dir(Path(run_dir))
         if target.exists():  # An old checkpoint of the step is kept until the new one is in place.
             _remove_file_or_directory(replaced)
@@ -86,14 +91,13 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
 
 
 def _write_checkpoint_files(
-    directory: Path, run_dir: Path, state: State, write_adapter: Callable[[Path], bool]
+    directory: Path, run_dir: Path, state: TrainingState, write_weights: Callable[[Path], IsAdapter]
 ) -> None:
     """Write the files of a checkpoint to a directory, after forcing the logs of the run to disk."""
-    is_adapter = write_adapter(directory / "adapter")
+    is_adapter = write_weights(directory / "adapter")
     arrays = {f"optimizer/{name}": array for name, array in state.optimizer.items()}
-    if (
-        not is_adapter
-    ):  # The adapter directory may hold 16-bit weights, so save float32 weights too.
+    if not is_adapter:
+        # The directory `adapter` may contain 16-bit weights, so save float32 weights too.
         arrays |= {f"trainable/{name}": array for name, array in state.trainable.items()}
     save_tensors(directory / "state.safetensors", arrays)
     for log in run_dir.glob("*.jsonl"):
@@ -127,7 +131,7 @@ def write_synced_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def _force_to_disk(path: Path) -> None:
-    """Force the content of a file to disk. A file is forced to disk before it is renamed."""
+    """Force the content of a file to disk, which must happen before the file is renamed."""
     with add_path_to_os_errors(path), path.open("rb+") as file:
         os.fsync(file.fileno())
 
@@ -140,7 +144,7 @@ def _remove_file_or_directory(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def copy_adapter_into_run_dir(run_dir: str | Path, state: State) -> None:
+def copy_adapter_and_update_best(run_dir: str | Path, state: TrainingState) -> None:
     """
     Copy the adapter of a saved checkpoint to the directory `adapter` of its run.
 
@@ -177,7 +181,7 @@ def _copy_if_different(file: Path, target: Path) -> None:
 # ---- loading
 
 
-def load(run_dir: str | Path) -> State:
+def load(run_dir: str | Path) -> TrainingState:
     """
     Load the newest intact checkpoint. A line on stderr reports each newer, damaged checkpoint.
 
@@ -210,7 +214,7 @@ def _finish_interrupted_replacement(run_dir: Path) -> None:
             os.replace(replaced, target)
 
 
-def _read_checkpoint(path: Path) -> State:
+def _read_checkpoint(path: Path) -> TrainingState:
     """Read a checkpoint. Raises ValueError or another error if the checkpoint is damaged."""
     record = json.loads((path / "state.json").read_text())
     if record.pop("sha256") != _checksum(record, path):
@@ -225,20 +229,20 @@ def _read_checkpoint(path: Path) -> State:
         group, _, key = name.partition("/")
         groups[group][key] = array
     trainable = groups["trainable"] or adapters.fuse_adapter_weights(adapter)
-    return State(step, trainable, groups["optimizer"], record["extra"])
+    return TrainingState(step, trainable, groups["optimizer"], record["extra"])
 
 
-def _checksum(record: dict[str, Any], path: Path) -> str:
+def _checksum(record: dict[str, Any], checkpoint_dir: Path) -> str:
     """The SHA-256 of the files of a checkpoint and of the record in its state.json."""
     parts = [json.dumps(record, sort_keys=True, allow_nan=False)]
     for name in FILES:
-        with (path / name).open("rb") as file:
+        with (checkpoint_dir / name).open("rb") as file:
             parts.append(hashlib.file_digest(file, "sha256").hexdigest())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def refuse_different_tensors(
-    state: State, trainable: dict[str, mx.array], dtype: str, run_dir: Path
+    state: TrainingState, trainable: dict[str, mx.array], dtype: str, run_dir: Path
 ) -> None:
     """
     Raise ValueError if the tensors or the dtype of a checkpoint differ from those of a resumed run.
@@ -276,11 +280,11 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
     return sorted(path for path in paths if path.name.removeprefix("step-").isdecimal())
 
 
-def find_newest_unfinished_run(steps: int | None = None, runs: Path = Path("runs")) -> str:
+def choose_and_print_run_to_resume(num_steps: int | None = None, runs: Path = Path("runs")) -> str:
     """
     Find the newest run that has a checkpoint and is not finished, or else the newest finished run.
 
-    steps: the value of --steps, if the flag is given.
+    num_steps: the value of --steps, if the flag is given.
 
     Raises ValueError if there is no run to resume.
     """
@@ -296,9 +300,9 @@ def find_newest_unfinished_run(steps: int | None = None, runs: Path = Path("runs
     def is_unfinished(run: Path) -> bool:
         """Whether the newest checkpoint of a run is before its last step."""
         last_step = int(list_checkpoints(run)[-1].name.removeprefix("step-"))
-        num_steps = steps or load_settings(str(run)).get("steps", 0)
+        planned_steps = num_steps or load_settings(str(run)).get("steps", 0)
         # If this value is not a number, the check of the settings reports it later.
-        return type(num_steps) is not int or last_step < num_steps
+        return type(planned_steps) is not int or last_step < planned_steps
 
     chosen = next(filter(is_unfinished, resumable), resumable[0])
     print(f"--resume continues the run {chosen}", file=sys.stderr)
@@ -310,7 +314,7 @@ def find_newest_unfinished_run(steps: int | None = None, runs: Path = Path("runs
 
 def digest_of_reprs(*values: Any) -> str:
     """
-    Return the first 16 digits of the SHA-256 of the `repr` of each value.
+    Return the first 16 digits of one SHA-256 over the `repr` of every value.
 
     Memory addresses in a `repr` do not change the digest.
     """
@@ -325,8 +329,8 @@ def digest_of_model_weights(model: Any) -> str:
     """
     Return a digest of the configuration and the weights of a model.
 
-    For each tensor, the digest covers the name, the shape, the dtype, and the sum of all values
-    when their bits are read as integers.
+    For each tensor, the digest covers the name, the shape, the dtype, and the sum of all values,
+    whose bits are read as integers for this purpose.
     """
     weights = dict(tree_flatten(model.parameters()))
     word_types = {4: mx.uint32, 2: mx.uint16}  # by the number of bytes per value
@@ -341,7 +345,7 @@ def digest_of_model_weights(model: Any) -> str:
     return digest_of_reprs(model.config, sorted(rows))
 
 
-def copy_with_new_paths(state: State, moves: places.Moves) -> State:
+def copy_with_new_paths(state: TrainingState, moves: places.Moves) -> TrainingState:
     """Return a copy of the state in which the paths of moved files are replaced by new paths."""
     settings = places.replace_paths_in_settings(state.extra["settings"], moves.get)
     sources = {}
@@ -351,12 +355,13 @@ def copy_with_new_paths(state: State, moves: places.Moves) -> State:
 
 
 def refuse_or_report_changes(
-    run_dir: Path, state: State, current: dict[str, Any], are_allowed: bool
+    run_dir: Path, state: TrainingState, current: dict[str, Any], are_allowed: bool
 ) -> None:
     """
-    Raise ValueError if something has changed since the checkpoint was saved; print allowed changes.
+    Raise ValueError if a setting, the data or the model has changed since the checkpoint was saved.
 
-    A change from another loss to SFT, or from SFT to another loss, is never allowed.
+    Allowed changes are printed. A change from SFT to another loss, or from another loss to SFT, is
+    never allowed.
 
     current: the present settings, and digests of the model and the data, by name.
     are_allowed: whether other changes are allowed (--allow-changes).

@@ -1,10 +1,15 @@
 """
 Keeps the code that a run uses in the directory `code` of the run.
 
-`code/step-000000/` holds the code with which the run started: `gwen.diff`, the changes to Gwen that
-are not committed; the user's files; and `notebook.txt`, the cells that a notebook has executed.
-`files.json` says where each file came from. If a resumed run uses other code, a second directory
-has the number of the step at which it resumed.
+`code/step-000000/` contains the code with which the run started:
+
+    gwen.diff     the changes to Gwen that are not committed
+    files/        the user's files
+    notebook.txt  the cells that a notebook has executed
+    files.json    the original path of each of the user's files
+
+If a resumed run uses different code, this code is kept in a second directory, whose number is the
+step at which the run resumed.
 
 This file does not cover the commit and the versions of packages (machine/versions.py).
 """
@@ -29,7 +34,7 @@ MOST_BYTES = 10 * 2**20  # the user's files are kept up to this total size
 SOURCE_PATTERNS = ("*.py", "*.yaml", "*.toml", "*.j2", "*.metal", "*.c", "*.cpp")
 
 
-class Code(NamedTuple):
+class CodeSnapshot(NamedTuple):
     """The code of a run."""
 
     diff: str  # the changes to Gwen that are not committed
@@ -38,7 +43,7 @@ class Code(NamedTuple):
     left_out: list[Path]  # the user's files that would exceed MOST_BYTES
 
 
-def keep_code(run_dir: Path, files: Iterable[Path], step: int) -> None:
+def save_code_if_changed(run_dir: Path, files: Iterable[Path], step: int) -> None:
     """
     Write the code of a run to its directory, unless the newest kept code is the same.
 
@@ -47,9 +52,9 @@ def keep_code(run_dir: Path, files: Iterable[Path], step: int) -> None:
 
     Raises OSError if a file cannot be written.
     """
-    contents = _contents_to_keep(collect_code(files))
-    kept = sorted((run_dir / "code").glob("step-*"))
-    if kept and _read_tree(kept[-1]) == contents:
+    contents = _contents_by_relative_path(read_code_in_use(files))
+    kept_dirs = sorted((run_dir / "code").glob("step-*"))
+    if kept_dirs and _read_tree(kept_dirs[-1]) == contents:
         return
     target = run_dir / "code" / f"step-{step:06d}"
     shutil.rmtree(target, ignore_errors=True)
@@ -59,15 +64,17 @@ def keep_code(run_dir: Path, files: Iterable[Path], step: int) -> None:
         path.write_bytes(content)
 
 
-def collect_code(files: Iterable[Path]) -> Code:
+def read_code_in_use(files: Iterable[Path]) -> CodeSnapshot:
     """Read the code that this process uses: the given files, and all modules of the user."""
-    named = [file.resolve() for file in files]
-    untracked = _list_untracked_modules()
+    named_files = [file.resolve() for file in files]
+    untracked = _list_untracked_python_files()
     if (HOME / ".git").exists():  # tracked files are in the commit and in the changes to it
-        named = [file for file in named if file in untracked or not file.is_relative_to(HOME)]
-    code = Code(read_uncommitted_changes(), _read_notebook(), {}, [])
+        named_files = [
+            file for file in named_files if file in untracked or not file.is_relative_to(HOME)
+        ]
+    code = CodeSnapshot(read_uncommitted_changes(), _read_notebook(), {}, [])
     num_bytes = 0
-    for path in dict.fromkeys([*named, *_list_user_modules(untracked)]):
+    for path in dict.fromkeys([*named_files, *_list_imported_user_files(untracked)]):
         try:
             content = path.read_bytes()
         except OSError:  # the module was removed since its import
@@ -100,21 +107,21 @@ def _run_git(*arguments: str) -> str:
     return result.stdout.decode(errors="replace")
 
 
-def _list_untracked_modules() -> set[Path]:
+def _list_untracked_python_files() -> set[Path]:
     """The Python files in Gwen's checkout that do not belong to Gwen."""
-    mark = "?? "  # the mark of an untracked file
+    mark = "?? "  # how git marks an untracked file
     listed = _run_git("status", "-s", "-uall", "-z", "--", "*.py").split("\0")
     return {HOME / line.removeprefix(mark) for line in listed if line.startswith(mark)}
 
 
-def _list_user_modules(untracked: set[Path]) -> list[Path]:
+def _list_imported_user_files(untracked: set[Path]) -> list[Path]:
     """
     The files of all imported modules that belong to neither Gwen, a package nor Python.
 
     untracked: the Python files in Gwen's checkout that do not belong to Gwen.
     """
     standard = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
-    found = []
+    user_files = []
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
         if not isinstance(name, str) or not name.endswith(".py"):
@@ -124,8 +131,8 @@ def _list_user_modules(untracked: set[Path]) -> list[Path]:
         if is_package or any(path.is_relative_to(folder) for folder in standard):
             continue
         if path in untracked or not path.is_relative_to(HOME):
-            found.append(path)
-    return sorted(found)
+            user_files.append(path)
+    return sorted(user_files)
 
 
 def _read_notebook() -> str:
@@ -136,8 +143,8 @@ def _read_notebook() -> str:
     return "\n\n# %%\n".join(str(cell) for cell in cells)
 
 
-def _contents_to_keep(code: Code) -> dict[str, bytes]:
-    """The files to write, by their path relative to the directory of the step."""
+def _contents_by_relative_path(code: CodeSnapshot) -> dict[str, bytes]:
+    """The content of each file to write, by path relative to the directory of the step."""
     common = Path(os.path.commonpath([path.parent for path in code.files] or [HOME]))
     contents = {f"files/{path.relative_to(common)}": text for path, text in code.files.items()}
     origins = {f"files/{path.relative_to(common)}": str(path) for path in code.files}

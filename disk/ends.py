@@ -1,9 +1,9 @@
 """
 Finds the tokens that end a completion, and the control tokens inside a completion.
 
-The files of a model may name no end tokens, or other end tokens than its chat template uses. So a
-completion ends at each of these tokens: the end tokens in the configuration and the tokenizer, the
-token that the chat template adds after a reply, the padding token, the control tokens in
+The files of a model may name no end tokens, or end tokens that its chat template does not use. So a
+completion ends at the first of these tokens: the end tokens in the configuration and the tokenizer,
+the token that the chat template adds after a reply, the padding token, the control tokens in
 `KNOWN_ENDS`, and the tokens of `--end-tokens`. Stop texts are handled in sampler.py.
 """
 
@@ -34,7 +34,7 @@ THOUGHT_TAGS = ("<think>", "</think>")
 
 
 def control_tokens_by_id(tokenizer: Any) -> dict[int, str]:
-    """Return all control tokens of a tokenizer by id. Decoded answers do not contain them."""
+    """Return all control tokens of a tokenizer by id. Decoding omits them from answers."""
     added = tokenizer.added_tokens_decoder
     return {number: token.content for number, token in added.items() if token.special}
 
@@ -99,13 +99,13 @@ def copy_with_end_tokens(
     sources: dict[int, str] = {}
     eos_ids = list(config.eos_ids)
 
-    def add_eos_id(number: int | None, source: str) -> None:
+    def add_eos_id_if_new(number: int | None, source: str) -> None:
         if number is not None and number not in eos_ids:
             eos_ids.append(number)
             sources[number] = source
 
-    add_eos_id(tokenizer.eos_token_id, "the tokenizer's eos_token")
-    add_eos_id(find_end_of_reply_id(tokenizer), "the chat template adds it after a reply")
+    add_eos_id_if_new(tokenizer.eos_token_id, "the tokenizer's eos_token")
+    add_eos_id_if_new(find_end_of_reply_id(tokenizer), "the chat template adds it after a reply")
 
     candidates = dict.fromkeys(find_end_token_ids(tokenizer, end_tokens), "from --end-tokens")
     for number, token in special.items():
@@ -125,12 +125,14 @@ def copy_with_end_tokens(
     return config, sources | other_ends
 
 
-def describe_end_token_sources(config: ModelConfig, tokenizer: Any, sources: dict[int, str]) -> str:
+def describe_added_end_tokens(config: ModelConfig, tokenizer: Any, sources: dict[int, str]) -> str:
     """
     Describe the end tokens that were added to the configuration of a model.
 
+    Returns "" if no id was added.
+
     config: the configuration after the end tokens were added.
-    sources: where each added id comes from. Returns "" if no id was added.
+    sources: where each added id comes from.
     """
     if not sources:
         return ""
@@ -148,20 +150,22 @@ def describe_end_token_sources(config: ModelConfig, tokenizer: Any, sources: dic
     return f"{beginning} {tokens}; more can be added with --end-tokens"
 
 
-def find_control_tokens(
-    prompt: Sequence[int], response_ids: Sequence[int], controls: dict[int, str]
+def control_tokens_in_response(
+    prompt_ids: Sequence[int], response_ids: Sequence[int], controls: dict[int, str]
 ) -> list[str]:
     """
     Return the control tokens that occur in an answer, sorted and without repetition.
 
     `THOUGHT_TAGS` are left out unless the last thought tag in the prompt is a closing tag.
 
-    prompt: the ids of the prompt.
+    prompt_ids: the ids of the prompt.
     response_ids: the ids in the answer that the model sampled.
     controls: control tokens by id, without the end tokens.
     """
     tokens = sorted({controls[number] for number in response_ids if number in controls})
-    prompt_tags = [controls[number] for number in prompt if controls.get(number) in THOUGHT_TAGS]
+    prompt_tags = [
+        controls[number] for number in prompt_ids if controls.get(number) in THOUGHT_TAGS
+    ]
     if prompt_tags[-1:] != [THOUGHT_TAGS[1]]:
         tokens = [token for token in tokens if token not in THOUGHT_TAGS]
     return tokens

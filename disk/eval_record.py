@@ -18,7 +18,8 @@ def format_figure_with_interval(record: dict[str, Any], name: str) -> str:
     """
     A figure and its 95% confidence interval as text, such as "0.475 \u00b1 0.043".
 
-    The interval is left out if the record contains none, or has too few problems for a useful one.
+    The interval is left out if the record contains none, or if there are too few problems for a
+    useful interval.
     """
     value = record.get(f"eval/{name}")
     half = record.get(f"eval/{name}_ci95")
@@ -76,7 +77,9 @@ def token_limit_flags(settings: Mapping[str, Any]) -> str:
 
 def cut_off_warning(fraction: float | None, settings: Mapping[str, Any]) -> str:
     """
-    A warning that too many answers were cut off, with advice, or "" if the fraction is small.
+    A warning that too many answers were cut off, with advice.
+
+    Returns "" if the fraction is at most MAX_CUT_OFF.
 
     fraction: the fraction of the answers that were cut off.
     settings: the settings of the run, by name.

@@ -1,5 +1,5 @@
 """
-Reads a GGUF file, which holds a model for llama.cpp, as if it were a Hugging Face model directory.
+Reads a GGUF file, the model format of llama.cpp, as if the file were a model directory.
 
 The package gguf parses the file, and `open_gguf_file` also checks that all values are inside the
 file. The configuration and the tokenizer are written once to Gwen's cache, with a link to the file.
@@ -26,8 +26,8 @@ from disk.files import first_line_of_error, refuse_lfs_pointer
 from flags import add_path_to_os_errors
 from text.commands import advice_to_install_extra
 
-# The version of the files that `extract_model_directory` writes. If the version changes, every GGUF
-# file is converted again.
+# The version of the files that `extract_to_cached_model_directory` writes. If the version changes,
+# every GGUF file is converted again.
 FORMAT_VERSION = 1
 LINK = "model.gguf"
 KEYS = {  # key in config.json -> key in the GGUF file, without the name of the architecture
@@ -79,28 +79,28 @@ WIDE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}  # types of 1
 # ---- the model directory
 
 
-def extract_model_directory(path: Path) -> Path:
+def extract_to_cached_model_directory(gguf_path: Path) -> Path:
     """
     Return a model directory for a GGUF file: config.json, a tokenizer and a link to the file.
 
     The directory is in Gwen's cache, and is written if it does not exist. Raises ValueError if the
     file does not contain a supported model.
     """
-    status = path.stat()
-    identity = f"{FORMAT_VERSION} {path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    status = gguf_path.stat()
+    identity = f"{FORMAT_VERSION} {gguf_path.resolve()} {status.st_size} {status.st_mtime_ns}"
     key = sha256(identity.encode()).hexdigest()[:16]
-    cache = cpu_blas.ensure_cache_directory() / "gguf"
-    directory = cache / f"{path.stem}-{key}"
+    cache = cpu_blas.make_private_or_temporary_cache() / "gguf"
+    directory = cache / f"{gguf_path.stem}-{key}"
     if directory.is_dir():
         return directory
 
-    config, tokenizer = _read_config_and_tokenizer(path)
+    config, tokenizer = _read_config_and_tokenizer(gguf_path)
     cache.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.TemporaryDirectory(prefix=".begun-", dir=cache, ignore_cleanup_errors=True)
     with add_path_to_os_errors(directory), scratch as partial:
         (Path(partial) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tokenizer.save_pretrained(partial)
-        (Path(partial) / LINK).symlink_to(path.resolve())
+        (Path(partial) / LINK).symlink_to(gguf_path.resolve())
         with contextlib.suppress(OSError):  # Another process may have written the directory.
             os.rename(partial, directory)
     return directory
@@ -117,7 +117,9 @@ def _read_config_and_tokenizer(path: Path) -> tuple[dict[str, Any], Any]:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         config = make_config_from_metadata(metadata, reader.tensors)
         tokenizer = make_tokenizer(metadata)
-        map_tensors_by_name(reader.tensors, config["model_type"])  # only to refuse unknown tensors
+        map_tensors_by_hub_name(
+            reader.tensors, config["model_type"]
+        )  # only to refuse unknown tensors
     except ValueError as error:
         raise ValueError(f"--model {path} has {error}") from error
     except Exception as error:
@@ -210,7 +212,7 @@ def open_gguf_file(path: Path) -> Any:
     return reader
 
 
-def map_tensors_by_name(tensors: list[Any], model_type: str) -> dict[str, Any]:
+def map_tensors_by_hub_name(tensors: list[Any], model_type: str) -> dict[str, Any]:
     """
     Return the tensors of a GGUF file by Hugging Face name.
 
@@ -236,13 +238,15 @@ def map_tensors_by_name(tensors: list[Any], model_type: str) -> dict[str, Any]:
     return by_name
 
 
-def load_gguf_weights(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.array]:
+def load_gguf_weights(
+    path: Path, config: dict[str, Any], dequantized_dtype: mx.Dtype
+) -> dict[str, mx.array]:
     """
     Load the weights in a GGUF file by Hugging Face name.
 
-    Weights of fewer than 16 bits are dequantized to `dtype`.
+    Weights of fewer than 16 bits are dequantized to `dequantized_dtype`.
 
-    config: the content of the config.json that `extract_model_directory` wrote.
+    config: the content of the config.json that `extract_to_cached_model_directory` wrote.
 
     Raises ValueError if the file is damaged or a tensor has an unsupported type.
     """
@@ -251,55 +255,57 @@ def load_gguf_weights(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> di
     num_heads = config["num_attention_heads"]
     heads = {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads") or num_heads}
     weights = {}
-    tensors = map_tensors_by_name(open_gguf_file(path).tensors, config["model_type"])
+    tensors = map_tensors_by_hub_name(open_gguf_file(path).tensors, config["model_type"])
     for name, tensor in tensors.items():
         kind = tensor.tensor_type
         part = name.split(".")[-2]
         num_pieces = min(len(tensor.data), -(-tensor.n_bytes // PIECE))
         pieces = np.array_split(tensor.data, num_pieces)
-        wide_dtype = WIDE.get(kind.name, dtype)
+        wide_dtype = WIDE.get(kind.name, dequantized_dtype)
         try:
             with np.errstate(all="ignore"):  # The scales of quantized weights may be infinite.
                 arrays = [mx.array(gguf.dequantize(piece, kind), wide_dtype) for piece in pieces]
             weights[name] = mx.concatenate(arrays)
             if config["model_type"] == "llama" and part in heads:
-                weights[name] = reorder_head_rows(weights[name], heads[part], 2)
+                weights[name] = transpose_rows_within_heads(weights[name], heads[part], 2)
         except (NotImplementedError, ValueError) as error:  # unknown type, or wrong number of heads
             raise ValueError(f"--model {path}: {tensor.name}: {error}") from error
     return weights
 
 
-def reorder_head_rows(rows: mx.array, num_heads: int, width: int) -> mx.array:
+def transpose_rows_within_heads(rows: mx.array, num_heads: int, inner_width: int) -> mx.array:
     """
     Return the rows (H * D, …) of a query or key projection in another order.
 
-    The rows of each head are arranged in a matrix (D / width, width), which is transposed. Width 2
-    converts from the order in llama.cpp to the order in Hugging Face files. llama.cpp rotates
-    neighboring rows together; Hugging Face rotates a row of the first half together with a row of
-    the second half. Width D / 2 converts back.
+    The row numbers of each head are arranged in a matrix (D / inner_width, inner_width), and the
+    matrix is transposed. An inner width of 2 converts the row order of llama.cpp to that of
+    Hugging Face; D / 2 converts it back. The orders differ because llama.cpp rotates neighboring
+    rows together, while Hugging Face pairs each row of a head's first half with one of its second.
     """
-    paired = rows.reshape(num_heads, rows.shape[0] // num_heads // width, width, *rows.shape[1:])
+    paired = rows.reshape(
+        num_heads, rows.shape[0] // num_heads // inner_width, inner_width, *rows.shape[1:]
+    )
     return paired.swapaxes(1, 2).reshape(rows.shape)
 
 
 # ---- the tokenizer
 
 
-def make_pre_tokenizer(split: str) -> Any:
+def make_pre_tokenizer(split_rule: str) -> Any:
     """
     Return the object that splits a text into words before the tokenizer applies its merges.
 
-    split: a split rule in `SPLITS`.
+    split_rule: a value in `SPLITS`.
     """
     from tokenizers import Regex, pre_tokenizers
 
-    if split == "smollm":
+    if split_rule == "smollm":
         first: Any = pre_tokenizers.Digits(individual_digits=True)
     else:
-        digits = r"\p{N}{1,3}" if split == "llama-bpe" else r"\p{N}"
+        digits = r"\p{N}{1,3}" if split_rule == "llama-bpe" else r"\p{N}"
         pattern = QWEN_SPLIT.replace(r"|\p{N}|", f"|{digits}|")
         first = pre_tokenizers.Split(Regex(pattern), "isolated")
-    second = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "smollm")
+    second = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_rule == "smollm")
     return pre_tokenizers.Sequence([first, second])
 
 

@@ -45,7 +45,9 @@ class Family(NamedTuple):
 
     # whether config.json contains a text_config, and some layers are gated delta nets
     is_hybrid: bool = False
-    skipped: tuple[str, ...] = ()  # prefixes of tensors that a model of text does not need
+    skipped: tuple[
+        str, ...
+    ] = ()  # prefixes of the names of tensors that a text model does not need
     kept: tuple[str, ...] = ()  # endings of the names of tensors that keep their dtype
 
 
@@ -137,29 +139,30 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """The family of this model."""
         return FAMILIES[self.model_type]
 
     @property
     def num_hidden_layers(self) -> int:
-        """The number of layers."""
         return len(self.layer_kinds)
 
 
 # ---- reading config.json
 
 
-def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+def make_config(
+    config_json: dict[str, Any], generation_config_json: dict[str, Any] | None = None
+) -> ModelConfig:
     """
     Check the content of a `config.json`, and return it as a ModelConfig.
 
-    raw: the content of `config.json`.
-    generation: the content of `generation_config.json`. Its `eos_token_id`
-        overrides the one in `config.json`.
+    config_json: the content of `config.json`.
+    generation_config_json: the content of `generation_config.json`, whose `eos_token_id` overrides
+        the one in `config.json`.
 
     Raises ValueError if a value is wrong or a feature is not supported.
     """
-    outer = raw
+    outer = config_json
+    raw = config_json
     if raw.get("model_type") == TEXT_PART:
         outer = {"model_type": "qwen3_5", "text_config": raw}
     model_type = outer.get("model_type")
@@ -190,7 +193,9 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         )
 
     eos_ids = read_end_ids("config.json", merged, vocab_size)
-    eos_ids = read_end_ids("generation_config.json", generation or {}, vocab_size) or eos_ids
+    eos_ids = (
+        read_end_ids("generation_config.json", generation_config_json or {}, vocab_size) or eos_ids
+    )
     delta_sizes = None
     if "linear_attention" in kinds:
         delta_sizes = read_delta_sizes(raw)
@@ -293,7 +298,8 @@ def read_layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     """
     Return the kind of each layer, as in `ModelConfig.layer_kinds`.
 
-    By default, every fourth layer has full attention in Qwen3.5, and no positions in SmolLM3.
+    By default, every fourth layer has full attention in Qwen3.5, and has no rotary positions in
+    SmolLM3.
 
     Raises ValueError if a list in config.json has the wrong length or contains an unknown kind.
     """
@@ -476,11 +482,11 @@ FUSED = {  # name of a fused projection -> its parts in a Hugging Face checkpoin
 }
 
 
-def count_part_rows(config: ModelConfig, fused: str) -> list[int]:
+def count_part_rows(config: ModelConfig, fused_name: str) -> list[int]:
     """Return the number of output rows in each part of a fused projection, in `FUSED` order."""
-    if fused == "mlp.gate_up_proj":
+    if fused_name == "mlp.gate_up_proj":
         return [config.intermediate_size, config.intermediate_size]
-    if fused == "linear_attn.in_proj":
+    if fused_name == "linear_attn.in_proj":
         delta = config.delta
         assert delta is not None
         num_heads = delta.num_value_heads
@@ -492,15 +498,15 @@ def count_part_rows(config: ModelConfig, fused: str) -> list[int]:
     return [query_rows, kv_rows, kv_rows]
 
 
-def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+def fuse_weights(hub_weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """
     Return tensors by Gwen's names, with the parts of each fused projection joined.
 
     All parts of a projection must be present.
 
-    weights: by Hugging Face name.
+    hub_weights: by Hugging Face name.
     """
-    weights = {name.removeprefix("model."): array for name, array in weights.items()}
+    weights = {name.removeprefix("model."): array for name, array in hub_weights.items()}
     for fused, parts in FUSED.items():
         first_part = f"{parts[0]}."
         names = [name for name in weights if first_part in name]
@@ -511,14 +517,14 @@ def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return weights
 
 
-def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, mx.array]:
+def unfuse_weights(gwen_weights: dict[str, mx.array], config: ModelConfig) -> dict[str, mx.array]:
     """
     Return tensors by Hugging Face name, with fused projections split into their parts.
 
-    weights: by Gwen's names.
+    gwen_weights: by Gwen's names.
     """
     out: dict[str, mx.array] = {}
-    for name, array in weights.items():
+    for name, array in gwen_weights.items():
         stored_name = name if name.startswith("lm_head") else f"model.{name}"
         fused = next((fused for fused in FUSED if fused in stored_name), None)
         if fused is None:
@@ -600,12 +606,13 @@ def dequantize_in_place(weights: dict[str, mx.array], packings: dict[str, dict[s
 
 HYBRID_PREFIX = "model.language_model."
 MLX_LM_PREFIX = "language_model."
+NumSkippedTensors = int
 
 
 def _convert_norms_and_convolutions(
     weights: dict[str, mx.array], offset: float
 ) -> dict[str, mx.array]:
-    """Add an offset to norms, and swap the last two axes of convolutions, in a copy of weights."""
+    """Return a copy with an offset added to norms, and two axes of convolutions swapped."""
     out = dict(weights)
     for name, array in weights.items():
         if name.endswith("norm.weight") and "linear_attn" not in name:
@@ -616,17 +623,21 @@ def _convert_norms_and_convolutions(
 
 
 def standard_tensor_name(name: str) -> str:
-    """Convert the name of a tensor in a Hugging Face or mlx_lm file to "model.layers…"."""
+    """Return the name of a tensor in a Hugging Face or mlx_lm file in the form "model.layers…"."""
     name = name.removeprefix(MLX_LM_PREFIX)
     if name.startswith(HYBRID_PREFIX):
         return "model." + name.removeprefix(HYBRID_PREFIX)
     return name
 
 
-def rename_from_stored_names(
+def standardize_stored_weights(
     weights: dict[str, mx.array], family: Family
-) -> tuple[dict[str, mx.array], int]:
-    """Return tensors by names such as "model.layers…", and the number of tensors left out."""
+) -> tuple[dict[str, mx.array], NumSkippedTensors]:
+    """
+    Return tensors by names such as "model.layers…", and the number of tensors left out.
+
+    Norms and convolutions from mlx_lm files are converted to the values of Hugging Face files.
+    """
     if not family.is_hybrid:
         return weights, 0
     renamed = {standard_tensor_name(name): array for name, array in weights.items()}
@@ -639,8 +650,12 @@ def rename_from_stored_names(
     return out, len(weights) - len(out)
 
 
-def rename_to_mlx_lm(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
-    """Return tensors by mlx_lm name. The names in `weights` are names such as "model.layers…"."""
+def convert_to_mlx_lm_weights(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
+    """
+    Return tensors by mlx_lm name, with the norms and convolutions that mlx_lm expects.
+
+    weights: by names such as "model.layers…".
+    """
     if not family.is_hybrid:
         return weights
     shifted = _convert_norms_and_convolutions(weights, family.norm_offset)
@@ -648,7 +663,11 @@ def rename_to_mlx_lm(weights: dict[str, mx.array], family: Family) -> dict[str, 
 
 
 def rename_to_hugging_face(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
-    """Return tensors by Hugging Face name. The names in `weights` are like "model.layers…"."""
+    """
+    Return tensors by Hugging Face name.
+
+    weights: by names such as "model.layers…".
+    """
     prefix = HYBRID_PREFIX if family.is_hybrid else "model."
     return {name.replace("model.", prefix, 1): array for name, array in weights.items()}
 
@@ -656,13 +675,8 @@ def rename_to_hugging_face(weights: dict[str, mx.array], family: Family) -> dict
 # ---- the files in a model directory
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt"]  # *.json includes the configuration
-PICKLES = (
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".ckpt",
-)  # file endings of weights that are not read, because loading a pickle may run code
+# file endings of weights that are not read, because loading a pickle may run code
+PICKLES = (".bin", ".bin.index.json", ".pt", ".pth", ".ckpt")
 
 
 def load_config(directory: Path) -> ModelConfig:
@@ -707,19 +721,21 @@ def advise_on_other_weights(directory: Path) -> str:
     )
 
 
-def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
+def load_weights_by_hub_name(
+    directory: Path, gguf_dtype: mx.Dtype = mx.float32
+) -> dict[str, mx.array]:
     """
     Load the tensors in a model directory by Hugging Face name.
 
-    dtype: the data type of weights that are dequantized from a GGUF file.
+    gguf_dtype: the data type of weights that are dequantized from a GGUF file.
 
     Raises ValueError if a file is missing or invalid.
     """
     link = directory / gguf.LINK
     if link.is_file():
         config = load_json_object(directory / "config.json")
-        return gguf.load_gguf_weights(link.resolve(), config, dtype)
-    shards = _find_shards(directory)
+        return gguf.load_gguf_weights(link.resolve(), config, gguf_dtype)
+    shards = _list_shard_names(directory)
     if not shards:
         fix = advise_on_other_weights(directory)
         fix = fix or "use a model with safetensors files; weights in .bin files are not read"
@@ -733,7 +749,7 @@ def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.
     return {name: array for name, array in weights.items() if "rotary_emb" not in name}
 
 
-def _find_shards(directory: Path) -> set[str]:
+def _list_shard_names(directory: Path) -> set[str]:
     """
     Return the names of the safetensors files in a model directory.
 
@@ -764,9 +780,7 @@ def load_tokenizer(directory: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-        tokenizer.decode(
-            tokenizer.encode("a b")
-        )  # odd settings load without an error, and fail here
+        tokenizer.decode(tokenizer.encode("a b"))  # fails here if the settings are wrong
         return tokenizer
     except Exception as error:  # transformers raises errors of many types for broken tokenizers.
         raise ValueError(
@@ -780,15 +794,16 @@ _DEMOS = Path(__file__).parent.parent / "demo"
 BUNDLED = {"demo": _DEMOS / "model", "demo:rg": _DEMOS / "rg", "demo:tools": _DEMOS / "tools"}
 DEMO = BUNDLED["demo"]
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+IsHubReachable = bool
 HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors"]  # neither pickles nor code
 
 
-def find_model_directory(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
+def find_model_directory(path_or_id: str | Path, files_to_download: list[str] = HUB_FILES) -> Path:
     """
     Find the directory of a model. If needed, a GGUF file is converted or a hub model is downloaded.
 
     path_or_id: the name of a bundled model, the path of a directory or GGUF file, or a hub id.
-    files: patterns for the names of the files to download from the hub.
+    files_to_download: patterns for the names of the files to download from the hub.
 
     Raises ValueError if there is no such model.
     """
@@ -796,7 +811,7 @@ def find_model_directory(path_or_id: str | Path, files: list[str] = HUB_FILES) -
         return BUNDLED[str(path_or_id)]
     if is_gguf_model(path_or_id):
         file = find_smollm2_file() if path_or_id == "smollm2" else Path(path_or_id)
-        return gguf.extract_model_directory(file)
+        return gguf.extract_to_cached_model_directory(file)
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     text = str(path_or_id)
@@ -806,7 +821,7 @@ def find_model_directory(path_or_id: str | Path, files: list[str] = HUB_FILES) -
             f"--model {path_or_id} is neither an existing directory nor a hub id, which has the "
             "form owner/name"
         )
-    return find_or_download_hub_model(path_or_id, files)
+    return find_or_download_hub_model(path_or_id, files_to_download)
 
 
 def is_gguf_model(path_or_id: str | Path) -> bool:
@@ -889,11 +904,11 @@ def _announce_download(hub_id: str, files: list[str]) -> None:
         )
 
 
-def check_hub_and_cache() -> tuple[str, bool]:
+def describe_hub_and_cache() -> tuple[str, IsHubReachable]:
     """
     Check whether the hub can be reached, and whether the default model is in the local cache.
 
-    Returns a line on both, and whether the hub can be reached.
+    Returns a line about both, and whether the hub can be reached.
     """
     import huggingface_hub
     from huggingface_hub import constants

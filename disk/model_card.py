@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from disk.eval_record import format_figure_with_interval
-from disk.run_files import JsonLines, list_saved_steps, load_settings
+from disk.run_files import JsonLinesLog, list_saved_steps, load_settings
 
 METHODS = {"sft": "SFT", "distill": "distillation"}  # by loss type; all other losses are "GRPO"
 FIGURES = ("accuracy", "score", "witness", "greedy", "loss", "perplexity")
@@ -46,7 +46,7 @@ def make_model_card(
     )
     lines.append("")
 
-    rows = _evaluation_table_rows(run, step)
+    rows = _first_and_last_evaluation_rows(run, step)
     if rows:
         lines += [*TABLE_HEAD, *rows]
     if opening:
@@ -59,7 +59,7 @@ def make_model_card(
 
 
 def _describe_training_data(settings: dict[str, Any]) -> str:
-    """Text on the data or the task of a run, and on its teacher if it had a teacher."""
+    """Text that names the data or the task of a run, and its teacher if there was one."""
     data, _, held_out = str(settings.get("data") or "").partition(",")
     if data:
         text = publishable_name(data)
@@ -75,7 +75,7 @@ def _describe_training_data(settings: dict[str, Any]) -> str:
 
 
 def _describe_training_length(run: str, step: int | None, settings: dict[str, Any]) -> str:
-    """Text on the number of steps, such as ", 50 of 100 steps", or "" if no step was saved."""
+    """Text about the number of steps, such as ", 50 of 100 steps", or "" if no step was saved."""
     if step is None:
         step = max(list_saved_steps(run), default=None)
     if step is None:
@@ -84,10 +84,10 @@ def _describe_training_length(run: str, step: int | None, settings: dict[str, An
     return f", {step} of {num_steps} steps"
 
 
-def _evaluation_table_rows(run: str, step: int | None) -> list[str]:
+def _first_and_last_evaluation_rows(run: str, step: int | None) -> list[str]:
     """Return rows of a Markdown table with the first and the last evaluation up to a step."""
     evaluations = []
-    for record in JsonLines(Path(run) / "eval.jsonl").read():
+    for record in JsonLinesLog(Path(run) / "eval.jsonl").read():
         if step is None or record["step"] <= step:
             evaluations.append(record)
 
@@ -103,12 +103,12 @@ def _evaluation_table_rows(run: str, step: int | None) -> list[str]:
 
 
 def publishable_name(name: Any) -> str:
-    """Return a hub id unchanged, but only the last part of a local path, for publication."""
+    """Return a hub id unchanged, and only the last part of a local path, which may be private."""
     is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*([@:].*)?", str(name)) is not None
     return str(name) if is_id and not Path(name).exists() else Path(name).name
 
 
 def describe_initial_adapter(settings: dict[str, Any]) -> str:
-    """Text on the initial adapter of a run, such as ", with the adapter warm", or "" if none."""
+    """Text about a run's initial adapter, such as ", with the adapter warm"; "" without one."""
     adapter = settings.get("init_adapter")
     return f", with the adapter {publishable_name(adapter)}" if adapter else ""

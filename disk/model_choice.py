@@ -16,21 +16,22 @@ from machine import gpu
 from text.documents import load_yaml
 
 
-def choose_model(
+def choose_model_and_reason(
     requested: str | None, adapter: str | Path | None = None, task_model: str | None = None
 ) -> tuple[str, str]:
     """
     Return the name of the model to use, and the reason for this choice.
 
     The model is the first of these that is available: the requested model; the base model of the
-    adapter; the model of the task; on a GPU, Qwen3-0.6B if it can be downloaded; the demo model.
+    adapter; the model of the task; on a GPU, Qwen3-0.6B, which is downloaded if needed; the demo
+    model.
 
     Raises ValueError if the adapter does not name its base model.
     """
     if requested:
         return requested, "as requested"
     if adapter:
-        return adapters.base_model_of_adapter(adapter), "which the adapter was trained on"
+        return adapters.require_base_model_of_adapter(adapter), "which the adapter was trained on"
     if task_model:
         return task_model, "the model of the task"
     if not gpu.on_gpu():
@@ -87,7 +88,7 @@ def load_config(path_or_id: str | Path) -> hub.ModelConfig:
     if name.startswith("random:") or is_known:
         return load_known_config(size)
     directory = hub.find_model_directory(
-        path_or_id, files=["config.json", "generation_config.json"]
+        path_or_id, files_to_download=["config.json", "generation_config.json"]
     )
     return hub.load_config(directory)
 
@@ -117,7 +118,7 @@ def copy_with_all_end_tokens(
     except ValueError as error:
         raise ValueError(f"--model {name}: {error}") from error
     if sources:
-        print_once(f"gwen: {name}: {ends.describe_end_token_sources(complete, tokenizer, sources)}")
+        print_once(f"gwen: {name}: {ends.describe_added_end_tokens(complete, tokenizer, sources)}")
     return complete
 
 
@@ -125,17 +126,17 @@ def copy_with_all_end_tokens(
 
 
 @contextlib.contextmanager
-def name_flag_in_errors(flag: str, usual_flag: str = "--model") -> Iterator[None]:
+def replace_flag_in_errors(new_flag: str, old_flag: str = "--model") -> Iterator[None]:
     """Replace the name of a flag in the message of a ValueError raised inside the block."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(str(error).replace(f"{usual_flag} ", f"{flag} ")) from error
+        raise ValueError(str(error).replace(f"{old_flag} ", f"{new_flag} ")) from error
 
 
 def warn_of_different_base(adapter: str | Path, name: str | Path, flag: str = "--adapter") -> None:
-    """Print a line if an adapter was trained on another model than the model `name`."""
-    base = adapters.find_base_if_different(adapter, name)
+    """Print a line if an adapter was trained on a model other than the model `name`."""
+    base = adapters.base_of_adapter_if_different(adapter, name)
     if base:
         print_once(
             f"gwen: {flag} {adapter} was trained on {base}, but the model is {name}; "

@@ -1,5 +1,5 @@
 """
-Finds the files of a run again after the folder of a project has been moved.
+Finds the files of a run again after the project's folder has been moved.
 
 The settings of a run contain absolute paths. env.json records the directory of the run, the working
 directory, and a digest of each file. After a move, Gwen looks for each file at its old path
@@ -30,41 +30,42 @@ Moves = dict[str, str]  # the new path of each moved file, by its old path
 # ---- paths in settings
 
 
-def replace_paths(text: str, find: Callable[[str], str | None]) -> str:
+def replace_paths(setting_value: str, new_path: Callable[[str], str | None]) -> str:
     """
-    Return the value of a setting in which each path is replaced by the path that `find` returns.
+    Return the value of a setting after replacing each path by `new_path(path)`.
 
-    A path for which `find` returns None is not changed.
+    A path for which `new_path` returns None is not changed.
 
-    text: one path or several, separated by commas. A path may follow a name and `=`, and it may be
-        followed by `:` and the name of a function or a split. Arguments of the function are kept.
+    setting_value: one path, or several separated by commas. A path may be preceded by a name and
+        `=`, and followed by `:` and the name of a function or a split. Arguments of the function
+        are kept.
     """
-    replacement = find(text)
+    replacement = new_path(setting_value)
     if replacement is not None:
         return replacement
-    text, arguments = split_off_arguments(text)
+    text, arguments = split_off_arguments(setting_value)
     if arguments:
-        return replace_paths(text, find) + arguments
+        return replace_paths(text, new_path) + arguments
     if "," in text:
-        return ",".join(replace_paths(part, find) for part in text.split(","))
+        return ",".join(replace_paths(part, new_path) for part in text.split(","))
     if "=" in text:
         name, _, path = text.partition("=")
-        return f"{name}={replace_paths(path, find)}"
+        return f"{name}={replace_paths(path, new_path)}"
     path, _, name = text.rpartition(":")
-    return f"{replace_paths(path, find)}:{name}" if path else text
+    return f"{replace_paths(path, new_path)}:{name}" if path else text
 
 
 def replace_paths_in_settings(
-    settings: dict[str, Any], find: Callable[[str], str | None]
+    settings: dict[str, Any], new_path: Callable[[str], str | None]
 ) -> dict[str, Any]:
     """Return a copy of settings in which `replace_paths` was applied to every text."""
     mapped = dict(settings)
     for key, value in settings.items():
         if isinstance(value, str):
-            mapped[key] = replace_paths(value, find)
+            mapped[key] = replace_paths(value, new_path)
         elif isinstance(value, list):
             mapped[key] = [
-                replace_paths(text, find) if isinstance(text, str) else text for text in value
+                replace_paths(text, new_path) if isinstance(text, str) else text for text in value
             ]
     return mapped
 
@@ -147,14 +148,13 @@ def read_path_record(run_dir: Path) -> dict[str, Any]:
 # ---- after a move
 
 
-def find_moved_paths(run_dir: Path, named: Iterable[str] = ()) -> Moves:
+def find_and_print_moved_paths(run_dir: Path, candidate_paths: Iterable[str] = ()) -> Moves:
     """
     Find the new paths of those files of a run that no longer exist at their old paths.
 
     Gwen looks for each file at its old path relative to the run's directory, then at its old path
-    relative to the working directory, and then among the `named` paths. It accepts a file only if
-    the file has the recorded digest.
-    Prints a line for each moved file.
+    relative to the working directory, and then among `candidate_paths`. A file is used only if it
+    has the recorded digest. A line is printed for each moved file.
     """
     record = read_path_record(run_dir)
     bases = ((record["run"], os.path.abspath(run_dir)), (record["working_directory"], os.getcwd()))
@@ -165,7 +165,7 @@ def find_moved_paths(run_dir: Path, named: Iterable[str] = ()) -> Moves:
         relative_paths = [
             os.path.normpath(os.path.join(new, os.path.relpath(old, base))) for base, new in bases
         ]
-        candidates = list(filter(is_readable_file_or_folder, (*relative_paths, *named)))
+        candidates = list(filter(is_readable_file_or_folder, (*relative_paths, *candidate_paths)))
         equal = [path for path in candidates if digest_of_path(path) == digest]
         if equal:
             moves[old] = equal[0]
@@ -183,4 +183,4 @@ def print_once(line: str) -> None:
 
 def settings_with_new_paths(settings: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     """Return a copy of the settings of a run in which the paths of moved files are updated."""
-    return replace_paths_in_settings(settings, find_moved_paths(run_dir).get)
+    return replace_paths_in_settings(settings, find_and_print_moved_paths(run_dir).get)

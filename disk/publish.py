@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from disk import adapters, hub, model_card
+from disk.files import first_line_of_error
 from flags import add_path_to_os_errors
 
 
@@ -32,20 +33,24 @@ def write_peft_files(
 
 
 def write_model_card(out: Path, run_dir: Path, step: int, library: str) -> None:
-    """Write the README for the files in `out`. library: the library that loads the files."""
+    """
+    Write the README for the files in `out`.
+
+    library: the library that loads the files, such as "peft".
+    """
     card = model_card.make_model_card(str(run_dir), step, library)
     (out / "README.md").write_text(card, encoding="utf-8")
 
 
 def move_files_into(source: Path, target: Path) -> None:
-    """Move all files to the directory `target`. Files of the same names are replaced there."""
+    """Move all files in `source` to the directory `target`, and replace files of the same names."""
     with add_path_to_os_errors(target):
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.iterdir()):
             os.replace(file, target / file.name)
 
 
-def make_scratch_directory(target: Path) -> "tempfile.TemporaryDirectory[str]":
+def make_temporary_directory_beside(target: Path) -> "tempfile.TemporaryDirectory[str]":
     """Make a temporary directory beside `target`, on the same disk."""
     parent = target.resolve().parent
     with add_path_to_os_errors(parent):
@@ -55,7 +60,7 @@ def make_scratch_directory(target: Path) -> "tempfile.TemporaryDirectory[str]":
 
 def upload_to_hub(folder: Path, repo_id: str, *, private: bool, commit_message: str) -> str:
     """
-    Upload the files in a folder to a model repository on the hub, and return its address.
+    Upload the files in a folder to a model repository on the hub, and return the repository's URL.
 
     private: whether a new repository is private.
 
@@ -75,9 +80,8 @@ def upload_to_hub(folder: Path, repo_id: str, *, private: bool, commit_message: 
             f"push_to_hub: {repo_id!r} is not the name of a repository; write OWNER/NAME"
         ) from error
     except Exception as error:  # any error from the hub client or its libraries
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"push_to_hub: the upload to {repo_id} failed ({first_line}); log in with "
-            "`hf auth login`, and check the connection"
+            f"push_to_hub: the upload to {repo_id} failed ({first_line_of_error(error)}); "
+            "log in with `hf auth login`, and check the connection"
         ) from error
     return str(created)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from disk.run_files import JsonLines, read_log
+from disk.run_files import JsonLinesLog, read_log
 
 CHANGES = "changes.jsonl"
 HELD_OUT = "held-out problems"  # the name of the digest of the held-out problems
@@ -20,10 +20,20 @@ DIGEST_LENGTH = 12  # the number of characters of a digest that a record keeps
 MEASURE_SETTINGS = {
     *("model", "task", "task_config", "columns", "max_tokens", "stop", "end_tokens", "thinking"),
     *("verifier", "reward", "reward_weights", "reward_gate", "rubric", "eval_rubric"),
-    *("tools", "env", "max_turns", "max_context", "judge_model", "judge_mode", "judge_think"),
+    *(
+        "tools",
+        "env",
+        "env_server",
+        "max_turns",
+        "max_context",
+        "judge_model",
+        "judge_mode",
+        "judge_think",
+    ),
 }
 
 Changes = Sequence[dict[str, Any]]
+SettingsAndDigests = tuple[Mapping[str, Any], Mapping[str, str]]
 
 
 def read_changes(run_dir: Path) -> list[dict[str, Any]]:
@@ -31,11 +41,11 @@ def read_changes(run_dir: Path) -> list[dict[str, Any]]:
     return list(read_log(run_dir / CHANGES))
 
 
-def record_changes(
+def record_and_read_all_changes(
     run_dir: Path,
     step: int,
-    before: tuple[Mapping[str, Any], Mapping[str, str]],
-    now: tuple[Mapping[str, Any], Mapping[str, str]],
+    before: SettingsAndDigests,
+    now: SettingsAndDigests,
     training_only: Collection[str],
 ) -> list[dict[str, Any]]:
     """
@@ -51,7 +61,7 @@ def record_changes(
         training_only = ()
     path = run_dir / CHANGES
     if path.exists():
-        JsonLines(path).truncate_after(step)
+        JsonLinesLog(path).truncate_after(step)
     records = read_changes(run_dir)
     values = _join_settings_and_digests(*before)
     values |= {record["setting"]: record["is"] for record in records}
@@ -67,7 +77,7 @@ def record_changes(
         is_digest = name in now[1]
         if (is_digest and name not in training_only) or name in MEASURE_SETTINGS:
             record |= {"evaluations": len(evaluations), "answers": num_answers}
-        JsonLines(path).write(record)
+        JsonLinesLog(path).write(record)
         records.append(record)
     return records
 
@@ -78,14 +88,14 @@ def _join_settings_and_digests(
     return dict(settings) | {name: digest[:DIGEST_LENGTH] for name, digest in digests.items()}
 
 
-def changes_of_measure(changes: Changes) -> list[dict[str, Any]]:
+def changes_that_affect_evaluations(changes: Changes) -> list[dict[str, Any]]:
     """Returns the changes that affect what evaluations measure."""
     return [change for change in changes if "evaluations" in change]
 
 
 def num_incomparable_evaluations_and_answers(changes: Changes) -> tuple[int, int]:
-    """Returns how many evaluations, and how many answers, precede the newest change of measure."""
-    newest = changes_of_measure(changes)[-1:]
+    """Returns the numbers of evaluations and answers before the newest change that affects them."""
+    newest = changes_that_affect_evaluations(changes)[-1:]
     return (newest[0]["evaluations"], newest[0]["answers"]) if newest else (0, 0)
 
 
@@ -101,7 +111,7 @@ def describe_changes(changes: Changes) -> str:
 
 
 def format_yaml_comments(changes: Changes) -> str:
-    """Returns comment lines for `config.yaml` that say what was changed on a resume, and when."""
+    """Returns comment lines for `config.yaml` that name each change and the step of the resume."""
     lines = []
     for change in changes:
         was = f"{change['was']!r}".replace("\n", " ")

@@ -1,9 +1,9 @@
 """
 Creates the directory of a run, finds its files for `--run DIR [--step N]`, and reads its logs.
 
-Only one process at a time may train in a directory, and it locks the file `lock` there. A process
-that only reads needs no lock. reporting/journal.py defines the contents of the
-logs, and checkpoint.py saves the state from which a run resumes.
+Only one process at a time may train in a directory, and this process locks the file `lock` there. A
+process that only reads needs no lock. reporting/journal.py defines the contents of the logs, and
+checkpoint.py saves the state from which a run resumes.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ START = "adapter-start"  # the directory for a copy of the adapter that --init-a
 def add_adapter_flags(parser: Parser) -> None:
     """Add the flags --run, --step and --adapter, which `fill_defaults_and_find_adapter` reads."""
     parser.add_argument(
-        "--run", metavar="DIR", help="directory of the run whose model, adapter and settings to use"
+        "--run", metavar="DIR", help="directory of a run; its model, adapter and settings are used"
     )
     parser.add_argument(
         "--step",
@@ -82,7 +82,7 @@ def fill_defaults_and_find_adapter(args: Namespace, **defaults: Any) -> str | No
     for name, default in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, settings.get(name, default))
-    return adapter_path(args.run, args.step) if args.run else args.adapter
+    return saved_or_initial_adapter_path(args.run, args.step) if args.run else args.adapter
 
 
 def find_config_file(run: str) -> Path:
@@ -109,7 +109,7 @@ def load_settings(run: str) -> dict[str, Any]:
     return settings
 
 
-def adapter_path(run: str, step: int | None) -> str | None:
+def saved_or_initial_adapter_path(run: str, step: int | None) -> str | None:
     """
     Return the path of the adapter that a run saved after `step`, or of its newest adapter.
 
@@ -166,7 +166,7 @@ os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
 @contextlib.contextmanager
-def unlock_run_dirs_on_exit() -> Iterator[None]:
+def unlock_run_dirs_after_block() -> Iterator[None]:
     """On exit from the block, unlock all directories that were locked inside the block."""
     before = set(_locks)
     try:
@@ -255,13 +255,13 @@ def is_locked_by_a_process(run_dir: Path) -> bool:
 # ---- creating a run
 
 
-def choose_run_dir(task: str, requested: str | None) -> Path:
+def choose_unused_run_dir(task: str, requested_dir: str | None) -> Path:
     """Return the directory for a new run. Raises ValueError if the requested one is in use."""
-    if not requested:
+    if not requested_dir:
         name = re.sub("[^a-z0-9]+", "-", task)[:40]
         started = time.strftime("%Y%m%d-%H%M%S")
         return Path("runs") / f"{name}-{started}"
-    path = Path(requested)
+    path = Path(requested_dir)
     if path.exists():
         is_taken = not path.is_dir() or {file.name for file in path.iterdir()} - {LOCK}
         if is_taken:
@@ -278,26 +278,26 @@ def _explain_taken_directory(path: Path) -> str:
 
 
 def create_run_dir(
-    settings: str,
-    chosen: Path,
-    requested: str | None,
+    settings_yaml: str,
+    chosen_dir: Path,
+    requested_dir: str | None,
     files: Iterable[str] = (),
     code_files: Iterable[Path] = (),
 ) -> Path:
     """
     Create and lock the directory of a new run, write the settings there, and return the directory.
 
-    settings: the settings as YAML.
-    chosen: the result of `choose_run_dir`.
-    requested: the value of --run-dir, or None.
+    settings_yaml: the settings as YAML.
+    chosen_dir: the result of `choose_unused_run_dir`.
+    requested_dir: the value of --run-dir, or None.
     files: the paths that the settings name.
     code_files: those of the user's files that contain code, rubrics or prompts.
 
     Raises ValueError if the requested directory is in use or cannot be written.
     """
-    path = _create_and_lock_dir(chosen, requested)
+    path = _create_and_lock_dir(chosen_dir, requested_dir)
     try:
-        write_settings(settings, path, files, code_files)
+        write_settings_facts_and_code(settings_yaml, path, files, code_files)
     except (ValueError, KeyboardInterrupt):
         shutil.rmtree(path / "code", ignore_errors=True)
         (path / "config.yaml").unlink(missing_ok=True)  # so that the directory can be used again
@@ -305,24 +305,26 @@ def create_run_dir(
     return path
 
 
-def _create_and_lock_dir(chosen: Path, requested: str | None) -> Path:
+def _create_and_lock_dir(chosen_dir: Path, requested_dir: str | None) -> Path:
     """Create and lock the directory of a run, with -2, -3, ... added if the name is in use."""
     for number in itertools.count(1):
-        path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
+        path = chosen_dir
+        if number > 1:
+            path = chosen_dir.with_name(f"{chosen_dir.name}-{number}")
         try:
-            path.mkdir(parents=True, exist_ok=bool(requested))
+            path.mkdir(parents=True, exist_ok=bool(requested_dir))
             lock_run_dir(path)
             (path / "config.yaml").touch(exist_ok=False)
             break
         except FileExistsError as error:
-            if requested:
+            if requested_dir:
                 raise ValueError(_explain_taken_directory(path)) from error
         except OSError as error:
             raise ValueError(_explain_unwritable_directory(path, error)) from error
     return path
 
 
-def read_start_date(run_dir: Path) -> str:
+def start_date_or_today(run_dir: Path) -> str:
     """Return the date on which a run began, such as "2026-11-23". A new run begins today."""
     today = datetime.date.today().isoformat()
     file = run_dir / "env.json"
@@ -345,19 +347,19 @@ def read_file_digests(run_dir: Path) -> dict[str, str]:
     return digests
 
 
-def write_settings(
-    settings: str,
+def write_settings_facts_and_code(
+    settings_yaml: str,
     run_dir: Path,
     files: Iterable[str] = (),
     code_files: Iterable[Path] = (),
     step: int = 0,
 ) -> None:
     """
-    Write `config.yaml`, with the settings of a run, and `env.json`, with facts on the machine.
+    Write `config.yaml`, with the settings of a run, and `env.json`, with facts about the machine.
 
     Also keeps the run's code in `code/`; see disk/code_record.py.
 
-    settings: the settings as YAML.
+    settings_yaml: the settings as YAML.
     files: the paths that the settings name, which are recorded in `env.json`.
     code_files: those of the user's files that contain code, rubrics or prompts.
     step: the step at which the run starts or resumes.
@@ -366,12 +368,12 @@ def write_settings(
     """
     environment = versions.collect_environment_facts(cpu_blas.description)
     environment["uncommitted_changes"] = code_record.digest_of_uncommitted_changes()
-    environment["begun"] = read_start_date(run_dir)
+    environment["begun"] = start_date_or_today(run_dir)
     environment["places"] = places.make_path_record(files, run_dir)
     try:
-        replace_text(run_dir / "config.yaml", settings)
-        replace_text(run_dir / "env.json", json.dumps(environment, indent=2) + "\n")
-        code_record.keep_code(run_dir, code_files, step)
+        write_text_atomically(run_dir / "config.yaml", settings_yaml)
+        write_text_atomically(run_dir / "env.json", json.dumps(environment, indent=2) + "\n")
+        code_record.save_code_if_changed(run_dir, code_files, step)
     except OSError as error:
         raise ValueError(_explain_unwritable_directory(run_dir, error)) from error
 
@@ -415,33 +417,33 @@ def read_log(path: Path, required_keys: Collection[str] = ()) -> Iterator[dict[s
             yield record
 
 
-class JsonLines:
+class JsonLinesLog:
     """
     A log file with one JSON object per line, which is flushed after each line.
 
-    If `kept` is False, nothing is written and nothing is read.
+    If `is_enabled` is False, nothing is written and nothing is read.
     """
 
-    def __init__(self, path: Path, kept: bool = True):
+    def __init__(self, path: Path, is_enabled: bool = True):
         self.path = path
-        self.kept = kept
-        if kept:
+        self.is_enabled = is_enabled
+        if is_enabled:
             path.touch()
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record to the file."""
-        if self.kept:
+        if self.is_enabled:
             refuse_replaced_run_dir(self.path.parent)
             with add_path_to_os_errors(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
         """Return all records in the file."""
-        return list(read_log(self.path)) if self.kept else []
+        return list(read_log(self.path)) if self.is_enabled else []
 
     def truncate_after(self, step: int) -> None:
-        """Remove the first record of a later step and all that follows, and an incomplete line."""
-        if not self.kept:
+        """Remove the first record of a later step, all lines after it, and any incomplete line."""
+        if not self.is_enabled:
             return
         num_kept = 0
         for record in read_log(self.path):
@@ -453,7 +455,7 @@ class JsonLines:
             os.truncate(self.path, num_bytes)
 
 
-def replace_infinities(record: dict[str, Any]) -> dict[str, Any]:
+def replace_nonfinite_by_none(record: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a record with None in place of inf and nan, which JSON cannot express."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -461,7 +463,7 @@ def replace_infinities(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def replace_text(path: Path, text: str) -> None:
+def write_text_atomically(path: Path, text: str) -> None:
     """
     Write a text under a temporary name, and rename the file so that it replaces the file at `path`.
 

@@ -8,27 +8,29 @@ import math
 
 import numpy as np
 
-FEWEST_FOR_INTERVAL = 5  # no interval is shown of the mean over fewer problems
+FEWEST_FOR_INTERVAL = 5  # a mean over fewer problems is shown without an interval
 WILSON_Z = 1.96  # the 97.5% quantile of the normal distribution
 
 
-def mean(values: np.ndarray) -> float | None:
+def mean_ignoring_nan(values: np.ndarray) -> float | None:
     """The mean of the values that are not nan, or None if there are no such values."""
     readable = values[~np.isnan(values)]
     return float(readable.mean()) if readable.size else None
 
 
-def confidence_half_width(by_problem: np.ndarray) -> float | None:
+def confidence_half_width(value_by_problem: np.ndarray) -> float | None:
     """
-    Half the width of the 95% confidence interval of the mean of one value per problem.
+    Half the width of the 95% confidence interval of a mean over problems.
 
     If all values are 0 or 1, this is the distance from the mean to the farther end of the Wilson
     interval, which is above 0 even if all values are equal. For other values, the interval is based
-    on Student's t-distribution. Values that are nan are left out.
+    on Student's t-distribution.
+
+    value_by_problem: one value for each problem. Values that are nan are left out.
 
     Returns None if there are fewer than two values, or if all values are equal but not 0 or 1.
     """
-    readable = by_problem[~np.isnan(by_problem)]
+    readable = value_by_problem[~np.isnan(value_by_problem)]
     if readable.size < 2:
         return None
     if np.isin(readable, (0, 1)).all():

@@ -1,10 +1,10 @@
 """
 Writes the generated tables in three pages of the docs: `uv run python -m docs.reference`.
 
-The generated tables list the flags in `docs/reference.md`, TRL's names in `docs/trl.md`, and the
-models that each Mac can train in `docs/memory.md`. Each page has its generated tables between two
-HTML comments; the rest of the page is written by hand. A test fails if a table is out of date, or
-if a run writes a metric that `docs/reference.md` does not explain.
+The tables are the flags (`docs/reference.md`), TRL's names (`docs/trl.md`), and the models that
+each Mac can train (`docs/memory.md`). Each page has its generated tables between two HTML comments;
+the rest of the page is written by hand. A test fails if a table is out of date, or if a run writes
+a metric that `docs/reference.md` does not explain.
 """
 
 import itertools
@@ -123,9 +123,7 @@ def memory_page_text() -> str:
     header = ["model", *map(str, MAC_MEMORY_GB)]
     return page_with_generated_lines(
         MEMORY,
-        table_section_lines(
-            "### GB that a run needs, by the memory of the Mac in GB", header, rows
-        ),
+        table_section_lines("### GB that training needs, by the Mac's memory in GB", header, rows),
     )
 
 

@@ -1,8 +1,7 @@
 """
-Measures answers by their rewards, grades, lengths, repetition and KL divergence.
+Measures the rewards, grades, lengths, repetition and KL divergence of answers.
 
-This file does not cover how answers are generated, or how figures are collected in a record
-(evaluation/score_task.py).
+evaluation/score_task.py generates the answers, and collects the figures in a record.
 
 Axes: P problems, K samples of each, N = P * K completions in the order of their problems, T
 completion positions.
@@ -22,7 +21,11 @@ from judging.grader import Grader
 from layers import lm_head
 from machine import alive, world
 from prompts.examples import last_user_text
-from rewards.form import is_degenerate, is_refusal, repeated_4gram_fraction
+from rewards.form import (
+    opens_with_refusal,
+    repeated_4gram_fraction,
+    repeats_itself_or_copies_prompt,
+)
 from rewards.rewards import LoggedValues
 from step.batch import completion_hidden_states, make_batches
 from step.sample import Sample, pad_rows
@@ -31,16 +34,15 @@ from step.scoring import assign_rewards, compute_rewards, judge_samples
 REFERENCE_TOKENS = 2048  # the number of token positions in one batch of the reference model
 
 
-def reward_and_grade(
+def assign_rewards_and_grades(
     task: tasks.Task, grader: Grader | None, samples: list[Sample]
 ) -> tuple[list[Sample], np.ndarray, LoggedValues]:
     """
-    Returns the samples with their rewards, the samples' values (N,), and the logs of the rewards.
+    Returns the samples with their rewards, their values (N,), and what the reward functions logged.
 
     With a verifier, a sample's value is the verifier's grade, which is 1 for a right answer.
-    Without a verifier, the value is the weighted sum of the rewards, in which the mean of the
-    readable judge scores replaces each unreadable one, as in training. A value of nan means that
-    the value is unknown.
+    Without a verifier, the value is the weighted sum of the rewards. As in training, the mean of
+    the readable judge scores replaces each unreadable score. An unknown value is nan.
     """
     components, logged = compute_rewards(task.rewards, samples, task.reward_weights)
     scores = None
@@ -53,31 +55,30 @@ def reward_and_grade(
     )
 
     if task.verifier is None:
-        return samples, stack_logged_rewards(samples), logged
+        return samples, rewards_or_nan_if_unreadable(samples), logged
     verified, _ = compute_rewards({"correct": task.verifier}, samples)
     return samples, verified["correct"], logged
 
 
-def stack_logged_rewards(samples: list[Sample]) -> np.ndarray:
-    """Returns an array (N,) with the reward of each sample; an unreadable reward becomes nan."""
+def rewards_or_nan_if_unreadable(samples: list[Sample]) -> np.ndarray:
+    """Returns the reward of each sample, (N,), or nan if a judge's score is unreadable."""
     return np.array([sample.reward_or_nan_if_unreadable for sample in samples])
 
 
 def mean_kl_to_reference(reference: gwen.Model, samples: list[Sample], temperature: float) -> float:
     """
-    Returns the mean KL divergence per token of the sampling policy from the model before training.
+    Returns an estimate of the KL divergence of the policy from the model before training.
 
-    The divergence, in nats, is the mean over completion tokens of the estimator
-    k3 = exp(d) - d - 1, where d is log reference - log policy, capped at
-    `grpo.LARGEST_KL_LOG_RATIO`. The divergence is computed in float64. `grpo.kl_term` names the
-    source of the estimator.
+    The estimate, in nats per token, is the mean of k3 = exp(d) - d - 1 over all completion tokens,
+    where d is log reference - log policy, capped at `grpo.LARGEST_KL_LOG_RATIO`. It is computed in
+    float64. `grpo.kl_term` names the source of k3.
 
-    reference: a model that `lora.with_initial_weights` turns into the model before training.
+    reference: a model that `lora.use_initial_weights` turns into the model before training.
     """
     batches = make_batches(samples, REFERENCE_TOKENS, "off")
     local_batches = [batch for batch in batches if batch.is_local]
     local_logprobs: dict[int, np.ndarray] = {}  # by row
-    with lora.with_initial_weights(reference):
+    with lora.use_initial_weights(reference):
         for batch in alive.Bar(local_batches, desc="reference", unit="part"):
             logprobs, *_ = lm_head.token_logprobs(
                 completion_hidden_states(reference, batch),
@@ -111,30 +112,31 @@ def mean_token_entropy(samples: list[Sample]) -> float | None:
 
 def measure_length_refusal_and_repetition(samples: list[Sample]) -> dict[str, np.ndarray]:
     """
-    Returns the length of each answer, and signs that the answer has no content, (N,) each.
+    Returns the length of each answer in tokens, and signs that the answer is poor, (N,) each.
 
-    The signs are that the answer is cut off, refuses to answer, repeats text or is degenerate.
+    The signs are whether the answer is cut off, whether it is a refusal, the fraction of its
+    4-grams that are repeated, and whether it only repeats itself or copies the prompt.
     """
     forms: dict[str, list[float]] = {
         "tokens": [len(sample.loss_positions) for sample in samples],
         "truncated_frac": [sample.finish_reason == "length" for sample in samples],
-        "refusals": [is_refusal(sample.text) for sample in samples],
+        "refusals": [opens_with_refusal(sample.text) for sample in samples],
         "repeated": [repeated_4gram_fraction(sample.text) for sample in samples],
         "degenerate": [
-            is_degenerate(sample.text, last_user_text(sample.example["prompt"]))
+            repeats_itself_or_copies_prompt(sample.text, last_user_text(sample.example["prompt"]))
             for sample in samples
         ],
     }
     return {name: np.array(values, np.float64) for name, values in forms.items()}
 
 
-def compute_figures(
+def compute_figures_per_problem(
     task: tasks.Task, sampled: list[Sample], values: np.ndarray, num_samples: int
 ) -> dict[str, np.ndarray]:
     """
-    Returns figures, (P,) each, that summarize the values (N,) of each problem's samples.
+    Returns figures by name, (P,) each, that summarize the values (N,) of each problem's samples.
 
-    The figures of a task with a verifier include pass@1 and pass@K.
+    For a task with a verifier, the figures include pass@1 and pass@K.
     """
     means = mean_over_samples(values, num_samples)
     figures = {task.metric: means, "mean_at_k": means}
@@ -142,21 +144,25 @@ def compute_figures(
         return figures
 
     by_problem = values.reshape(-1, num_samples)
-    # because all K samples are used, these are the unbiased estimates
+    # with all K samples of a problem, these are the unbiased estimates of pass@1 and pass@K
     figures["pass_at_1"] = by_problem.mean(1)
     figures[f"pass_at_{num_samples}"] = by_problem.max(1)
     has_all_rewards = sampled[0].scores is not None or task.rubric is None
-    has_other_reward = any(reward is not task.verifier for reward in task.counted_rewards.values())
+    has_other_reward = any(
+        reward is not task.verifier for reward in task.rewards_with_nonzero_weight.values()
+    )
     if has_all_rewards and has_other_reward:
-        figures["score"] = mean_over_samples(stack_logged_rewards(sampled), num_samples)
+        figures["score"] = mean_over_samples(rewards_or_nan_if_unreadable(sampled), num_samples)
     return figures
 
 
-def split_figures_by_category(
+def split_accuracy_and_judge_by_category(
     figures: dict[str, np.ndarray], categories: Sequence[Any]
 ) -> dict[str, np.ndarray]:
     """
-    Returns the accuracy and the judge's criteria for each category, if there are at least two.
+    Returns the accuracy and the judge's scores in each category, if there are several categories.
+
+    With fewer than two categories, the result is empty.
 
     categories: the category of each of the P problems, or None for a problem without a category.
     """
@@ -174,10 +180,10 @@ def split_figures_by_category(
 
 def mean_over_samples(column: np.ndarray, num_samples: int) -> np.ndarray:
     """Returns the mean over each problem's samples, (N,) -> (P,); nan if none is readable."""
-    means = [statistics.mean(row) for row in column.reshape(-1, num_samples)]
+    means = [statistics.mean_ignoring_nan(row) for row in column.reshape(-1, num_samples)]
     return np.array(means, np.float64)  # None becomes nan
 
 
-def round_for_json(values: np.ndarray) -> Any:
+def round_with_none_for_nan(values: np.ndarray) -> Any:
     """Returns the values as a list for JSON, rounded to four decimals, with None instead of nan."""
     return np.where(np.isnan(values), np.array(None), values.round(4).astype(object)).tolist()

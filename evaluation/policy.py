@@ -1,7 +1,7 @@
 """
 Loads the model that an evaluation or a chat uses, and the settings of the run that trained it.
 
-This file does not cover a model on a server (evaluation/served_policy.py).
+The client for a model on a server is in evaluation/served_policy.py.
 """
 
 from collections.abc import Sequence
@@ -48,15 +48,16 @@ def load_run_config_and_set_template_date(
     """
     Returns the settings of the run in the directory `run`, overridden by flags.
 
-    After this call, chat templates use the date on which the run started as today's date. Of the
-    settings of a run with --loss-type sft, only the model, the task and the thinking mode are used,
-    because an evaluation samples answers. If `data` is given, the task of a run with --loss-type
-    sft becomes "own".
+    After this call, chat templates use the date on which the run started as today's date.
+
+    A run with --loss-type sft does not sample, so its settings for sampling and rewards do not
+    apply to an evaluation. Only its model, task and thinking mode are kept. If `data` is given, the
+    task of such a run becomes "own".
 
     Raises ValueError if the directory does not contain a run.
     """
     settings = load_recipe(run_files.find_config_file(run))
-    chat_template.set_template_date(run_files.read_start_date(Path(run)))
+    chat_template.set_template_date(run_files.start_date_or_today(Path(run)))
     if settings.get("loss_type") == "sft":
         names = [name for name in ("model", "task", "thinking") if name in settings]
         settings = {name: settings[name] for name in names}

@@ -3,13 +3,12 @@ Evaluates a model on the held-out problems of a task, both during a run and for 
 
 The model answers each held-out problem with K completions at temperature 1, sampled with a fixed
 seed, and with one greedy completion. If the task has right answers, the evaluation reports the
-accuracy according to the task's verifier, which training rewards cannot influence. The evaluation
+accuracy, which the task's verifier measures and the training rewards do not affect. The evaluation
 of any other task reports the weighted sum of the task's rewards. If a judge gives one of these
-rewards, the answers can also be scored by a witness, which is a judge with a second rubric that
+rewards, a witness can also score the answers. A witness is a judge with a second rubric that
 training never uses.
 
-This file does not cover training problems, the individual measurements (evaluation/measures.py), or
-how the model that answers is loaded (evaluation/policy.py).
+The individual measurements are in evaluation/measures.py. evaluation/policy.py loads the model.
 
 Axes: P problems, K samples of each, N = P * K completions in the order of their problems, T
 completion positions, J criteria.
@@ -29,15 +28,15 @@ import tasks
 from config import Config
 from disk import run_files, statistics
 from evaluation.measures import (
-    compute_figures,
+    assign_rewards_and_grades,
+    compute_figures_per_problem,
     mean_kl_to_reference,
     mean_over_samples,
     mean_token_entropy,
     measure_length_refusal_and_repetition,
-    reward_and_grade,
-    round_for_json,
-    split_figures_by_category,
-    stack_logged_rewards,
+    rewards_or_nan_if_unreadable,
+    round_with_none_for_nan,
+    split_accuracy_and_judge_by_category,
 )
 from forecast.row_memory import ROOM, choose_rollout_rows, rollout_bytes
 from judging.grader import Grader
@@ -47,7 +46,7 @@ from prompts.chats import TrainingRow
 from prompts.examples import Example, pick_evenly_spaced
 from rewards.rewards import LoggedValues, reward_argument_names, select_argument_names
 from step.batch import make_batches
-from step.generation import generate_completions
+from step.generation import Player, generate_completions
 from step.loss import StepLoss
 from step.sample import Sample, new_samples, sample_from_conversation
 from step.scoring import judge_samples
@@ -57,7 +56,7 @@ KEY = 1 << 96  # the key of the random numbers in evaluations; training uses sma
 
 
 class EvalParams(NamedTuple):
-    """Parameters for how a model answers held-out problems."""
+    """How a model answers held-out problems: sampling parameters and numbers of answers."""
 
     max_tokens: int
     # the number of sequences decoded at once; None: as many as fit into memory
@@ -69,6 +68,7 @@ class EvalParams(NamedTuple):
     seed: int = 0
     stop: Sequence[str] = ()  # texts that end a completion
     toolbox: Toolbox | None = None
+    player: Player | None = None  # an outside harness, which plays instead of the toolbox
 
     @classmethod
     def from_config(cls, config: Config, **changes: Any) -> "EvalParams":
@@ -93,11 +93,12 @@ class EvalParams(NamedTuple):
 
         Raises ValueError if a prompt leaves no room for its completion in the model's context.
 
-        context: the most tokens that the model can process. kind: the term for a prompt in error
-        messages.
+        context: the maximum number of tokens that the model can process. kind: what error messages
+        call a prompt.
         """
-        if self.toolbox:
-            return [self.toolbox.encode_prompt(example) for example in examples]
+        encoder = self.toolbox or self.player
+        if encoder:
+            return [encoder.encode_prompt(example) for example in examples]
         return chat_template.encode_prompts(
             tokenizer,
             examples,
@@ -108,8 +109,7 @@ class EvalParams(NamedTuple):
         )
 
 
-# A function such as `answer_sampled_and_greedy`, which returns K samples of each problem and one
-# greedy sample of each problem.
+# A function such as `answer_sampled_and_greedy`, which returns N samples and P greedy samples.
 AnswerFunction = Callable[[list[Example], EvalParams], tuple[list[Sample], list[Sample]]]
 
 
@@ -140,13 +140,13 @@ def evaluate_task(
     reference: gwen.Model | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
-    Returns an evaluation's record for `eval.jsonl`, without the step, and a record per problem.
+    Returns the record for `eval.jsonl`, without the step, and a record for each problem.
 
     Each figure is a mean over problems, and the figure of a problem is the mean over its samples.
 
     answer: a function that samples the answers of a model on this machine or on a server.
     grader: the judge whose score is the reward "rubric". witness: a judge that training never uses.
-    reference: the model before training, or a model that `lora.with_initial_weights` turns into
+    reference: the model before training, or a model that `lora.use_initial_weights` turns into
     that model; without a reference, the record has no KL divergence.
 
     Raises ValueError, before any answer is sampled, if there are no problems, if a prompt is too
@@ -161,15 +161,15 @@ def evaluate_task(
             "with --data HELD_OUT.jsonl"
         )
     for name, reward in task.rewards.items():
-        arguments = reward_argument_names(problems, bool(task.environments))
+        arguments = reward_argument_names(problems, task.has_episodes)
         select_argument_names(name, reward, arguments)
 
     sampled, greedy = answer(problems, params)
     answers = grade_answers(task, sampled, greedy, grader, witness)
-    figures = collect_figures_by_name(task, answers, params.samples)
+    figures = collect_all_figures_per_problem(task, answers, params.samples)
     record: dict[str, Any] = {}
     for name, column in figures.items():
-        record[f"eval/{name}"] = statistics.mean(column)
+        record[f"eval/{name}"] = statistics.mean_ignoring_nan(column)
         record[f"eval/{name}_ci95"] = statistics.confidence_half_width(column)
 
     record["eval/kl"] = None
@@ -190,7 +190,7 @@ def evaluate_task(
     details = make_problem_records(
         numbers, answers, params.samples, has_verifier=bool(task.verifier)
     )
-    return run_files.replace_infinities(record), details
+    return run_files.replace_nonfinite_by_none(record), details
 
 
 def grade_answers(
@@ -201,11 +201,11 @@ def grade_answers(
     witness: Grader | None,
 ) -> GradedAnswers:
     """Rewards, verifies and judges the answers, and measures their lengths and repetition."""
-    sampled, values, logged = reward_and_grade(task, grader, sampled)
+    sampled, values, logged = assign_rewards_and_grades(task, grader, sampled)
     if task.verifier:  # skip the rewards, because the verifier alone gives the values
-        _, greedy_values, _ = reward_and_grade(task._replace(rewards={}), None, greedy)
+        _, greedy_values, _ = assign_rewards_and_grades(task._replace(rewards={}), None, greedy)
     else:
-        _, greedy_values, _ = reward_and_grade(task, grader, greedy)
+        _, greedy_values, _ = assign_rewards_and_grades(task, grader, greedy)
 
     columns: dict[str, np.ndarray] = {}
     for name in sampled[0].reward_components:
@@ -222,12 +222,12 @@ def grade_answers(
         scores["witness"] = judgement.scores
     for kind, judge in (("judge", grader), ("witness", witness)):
         if judge:
-            for place, criterion in enumerate(judge.rubric.criteria):
-                columns[f"{kind}/{criterion.name}"] = scores[kind][:, place]
+            for index, criterion in enumerate(judge.rubric.criteria):
+                columns[f"{kind}/{criterion.name}"] = scores[kind][:, index]
     return GradedAnswers(sampled, values, logged, greedy, greedy_values, columns, scores)
 
 
-def collect_figures_by_name(
+def collect_all_figures_per_problem(
     task: tasks.Task, answers: GradedAnswers, num_samples: int
 ) -> dict[str, np.ndarray]:
     """
@@ -235,13 +235,13 @@ def collect_figures_by_name(
 
     The figures of a category have values only for the problems in the category.
     """
-    figures = compute_figures(task, answers.sampled, answers.values, num_samples)
+    figures = compute_figures_per_problem(task, answers.sampled, answers.values, num_samples)
     figures["greedy"] = answers.greedy_values
     figures["witness"] = np.full(1, np.nan)  # replaced below if a witness gave scores
     for name, column in answers.columns.items():
         figures[name] = mean_over_samples(column, num_samples)
     categories = [sample.example.get("category") for sample in answers.sampled[::num_samples]]
-    return figures | split_figures_by_category(figures, categories)
+    return figures | split_accuracy_and_judge_by_category(figures, categories)
 
 
 def make_problem_records(
@@ -250,31 +250,31 @@ def make_problem_records(
     """
     Returns a record of each problem, with its answers and their values.
 
-    numbers: the number of each problem in the whole held-out data.
+    numbers: the index of each problem in the whole held-out data.
     """
-    rewards = stack_logged_rewards(answers.sampled)
+    rewards = rewards_or_nan_if_unreadable(answers.sampled)
     details = []
-    for place, number in enumerate(numbers):
-        rows = slice(place * num_samples, (place + 1) * num_samples)
+    for index, number in enumerate(numbers):
+        rows = slice(index * num_samples, (index + 1) * num_samples)
         samples = answers.sampled[rows]
         example = samples[0].example
         detail: dict[str, Any] = {"problem": number}
         for name in ("prompt", "answer", "category"):
             detail[name] = example.get(name)
         detail["completions"] = [sample.text for sample in samples]
-        detail["values"] = round_for_json(answers.values[rows])
+        detail["values"] = round_with_none_for_nan(answers.values[rows])
         if has_verifier:
-            detail["reward"] = round_for_json(rewards[rows])
+            detail["reward"] = round_with_none_for_nan(rewards[rows])
         detail["rewards"] = {
-            name: round_for_json(answers.columns[f"reward/{name}"][rows])
+            name: round_with_none_for_nan(answers.columns[f"reward/{name}"][rows])
             for name in samples[0].reward_components
         }
         for judge in ("judge", "witness"):
             detail[f"{judge}_scores"] = None
             if judge in answers.scores:
-                detail[f"{judge}_scores"] = round_for_json(answers.scores[judge][rows])
-        detail["greedy"] = answers.greedy[place].text
-        detail["greedy_value"] = round_for_json(answers.greedy_values[place])
+                detail[f"{judge}_scores"] = round_with_none_for_nan(answers.scores[judge][rows])
+        detail["greedy"] = answers.greedy[index].text
+        detail["greedy_value"] = round_with_none_for_nan(answers.greedy_values[index])
         conversations = [
             sample.conversation["messages"] for sample in samples if sample.conversation
         ]
@@ -287,7 +287,7 @@ def make_problem_records(
 def answer_sampled_and_greedy(
     model: gwen.Model, tokenizer: Any, problems: list[Example], params: EvalParams
 ) -> tuple[list[Sample], list[Sample]]:
-    """Returns K samples of each problem, with entropies, and one greedy sample of each problem."""
+    """Returns K samples with entropies and one greedy sample of each problem, as two lists."""
     prompts = params.encode_prompts(tokenizer, model.config.max_position_embeddings, problems)
     lengths = [len(prompt) for prompt in prompts]
 
@@ -311,7 +311,7 @@ def answer_sampled_and_greedy(
         params.max_tokens,
         params.temperature,
         eos_ids=model.config.end_ids,
-        stop=sampler.Stop(params.stop, tokenizer) if params.stop else None,
+        stop=sampler.StopTexts(params.stop, tokenizer) if params.stop else None,
         entropy=True,
     )
 
@@ -325,6 +325,7 @@ def answer_sampled_and_greedy(
             # both calls share this object, so a size reduced to save memory stays reduced
             batch_size=batch_size,
             toolbox=params.toolbox,
+            player=params.player,
             environment_seed="held out",
             is_evaluation=True,
         )
@@ -345,10 +346,12 @@ def evaluate_loss_on_replies(
     token_budget: int,
 ) -> dict[str, Any]:
     """
-    Evaluates the loss on held-out replies, and returns the record for `eval.jsonl` except `step`.
+    Evaluates the loss on held-out replies. Returns the record for `eval.jsonl`, without the step.
 
-    The figures are the loss, in nats per token, and the perplexity. conversations: for each
-    conversation, the rows of tokens into which it is divided.
+    The loss is in nats per token.
+
+    conversations: for each conversation, the rows of tokens into which it is divided.
+    token_budget: the maximum number of token positions in a batch.
     """
     begin = time.perf_counter()
     samples = []
@@ -362,8 +365,8 @@ def evaluate_loss_on_replies(
             logprobs, entropy = step_loss.logprobs_and_entropies(model, batch)
             stacked = mx.stack([-logprobs * batch.mask, entropy * batch.mask, batch.mask])
             row_sums = np.array(stacked, np.float64).sum(-1)
-            for place, row in enumerate(batch.rows):
-                sums[:, samples[row].group] += row_sums[:, place]
+            for index, row in enumerate(batch.rows):
+                sums[:, samples[row].group] += row_sums[:, index]
 
     losses, entropies, tokens = sum(world.all_gather(sums))
     num_tokens = tokens.sum()
@@ -386,4 +389,4 @@ def evaluate_loss_on_replies(
         "eval/num": num,
         "eval/s": time.perf_counter() - begin,
     }
-    return run_files.replace_infinities(record)
+    return run_files.replace_nonfinite_by_none(record)

@@ -1,10 +1,10 @@
 """
-Samples the answers of a model that runs on a server.
+Gets the answers of a model that runs on a server.
 
-Each sample takes one request. Replies are written to a file as they arrive, so that the user never
-pays for the same reply twice. The server itself applies the chat template and samples the answers.
-This file does not cover the HTTP client (judging/server.py) or the rewards
-(evaluation/measures.py).
+Each answer takes one request. Replies are written to a file as they arrive, so that the user never
+pays for the same reply twice. The server applies the chat template and samples the answers.
+
+The HTTP client is in judging/server.py, and the rewards are in evaluation/measures.py.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from tqdm.auto import tqdm
 
 from disk import hub, model_choice
 from disk.checkpoint import digest_of_reprs
-from disk.run_files import JsonLines, read_log
+from disk.run_files import JsonLinesLog, read_log
 from evaluation.score_task import EvalParams
 from flags import escape_invisible
 from judging.server import TEMPLATE_SETTINGS, ChatReply, Endpoint, ServerSettingNames
 from machine import alive
 from prompts import chat_template
 from prompts.examples import Example
-from rewards.statements import open_thought_text
+from rewards.statements import unclosed_thought_in_prompt
 from step.generation import PROMPT_END
 from step.sample import Sample, new_samples
 
 FLAGS = ServerSettingNames("--url", "--url-model", "URL_API_KEY", "--max-tokens")
 RETRIES = 2  # the number of times that a failed request is repeated
 
-# Parameters for sampling from the model's unmodified distribution; servers have other defaults.
+# These parameters switch truncation off. Without them, servers use other defaults.
 UNFILTERED: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
@@ -39,10 +39,10 @@ class ServedPolicy:
     """
     A model that answers problems on the server at `--url`.
 
-    name: the name under which the server knows the model. model: the model that the server runs, in
-    the form that `gwen.load` accepts; prompts and answers are encoded with this model's tokenizer.
-    folder: the directory that keeps the replies until all replies have arrived. variables: chat
-    template variables, which are sent with every request.
+    name: the name under which the server knows the model.
+    model: the name under which `gwen.load` finds the same model, whose tokenizer is used here.
+    folder: the directory that keeps the replies until all replies have arrived.
+    variables: chat template variables that every request contains.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class ServedPolicy:
         self, problems: list[Example], params: EvalParams
     ) -> tuple[list[Sample], list[Sample]]:
         """
-        Returns K samples of each problem, and one greedy sample of each problem.
+        Returns two lists: K samples of each problem, and one greedy sample of each.
 
-        Raises ValueError if an answer does not arrive. The answers that arrived are kept on disk.
+        Raises ValueError if an answer does not arrive. Answers that did arrive are kept on disk.
         """
         context = self.facts.max_position_embeddings
         prompts = params.encode_prompts(self.tokenizer, context, problems)
@@ -82,7 +82,7 @@ class ServedPolicy:
         requests += [self.make_request(sample.example, params, 0.0) for sample in greedy]
 
         samples = sampled + greedy
-        replies = self.fetch_replies(requests, [sample.prompt for sample in samples])
+        replies = self.load_saved_and_fetch_replies(requests, [sample.prompt for sample in samples])
         answered = [
             self.sample_with_reply(sample, reply)
             for sample, reply in zip(samples, replies, strict=True)
@@ -111,7 +111,7 @@ class ServedPolicy:
             return ""
         # the reply may have been cut off inside a thought that began in the prompt
         prompt_end = self.tokenizer.decode(sample.prompt[-PROMPT_END:], skip_special_tokens=False)
-        return open_thought_text(prompt_end)
+        return unclosed_thought_in_prompt(prompt_end)
 
     def make_request(
         self, problem: Example, params: EvalParams, temperature: float
@@ -137,28 +137,30 @@ class ServedPolicy:
 
     # ---- requests and replies
 
-    def fetch_replies(
+    def load_saved_and_fetch_replies(
         self, requests: list[dict[str, Any]], prompts: list[list[int]]
     ) -> list[ChatReply]:
         """
         Returns the server's reply to each request, in the order of the requests.
 
+        Replies that an interrupted evaluation saved are loaded, and the other replies are fetched.
+
         Raises ValueError if some replies do not arrive. The error message names the file with the
-        replies that arrived.
+        saved replies.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         digest = digest_of_reprs(self.server.url, self.server.model, *requests)
-        self.log = JsonLines(self.folder / f"served-{digest}.jsonl")
+        self.log = JsonLinesLog(self.folder / f"served-{digest}.jsonl")
         self.log.truncate_after(0)  # this removes an incomplete last line
         replies: dict[int, ChatReply] = {}  # by the index of the request
         for record in read_log(self.log.path, ("place", *ChatReply._fields)):
             fields = [record[name] for name in ChatReply._fields]
             replies[record["place"]] = ChatReply(*fields)
         if replies:
-            note = f"continuing with the {len(replies)} answers in {self.log.path}"
+            note = f"reusing the {len(replies)} answers in {self.log.path}"
             tqdm.write(escape_invisible(note), file=sys.stderr)
         try:
-            self.fetch_missing(requests, prompts, replies)
+            self.fetch_and_save_missing_replies(requests, prompts, replies)
         except ValueError as error:
             if not replies:
                 self.log.path.unlink()
@@ -167,49 +169,51 @@ class ServedPolicy:
                 f"{error}; {len(replies)} of {len(requests)} answers are in {self.log.path}; run "
                 "the same command again to fetch the rest"
             ) from error
-        return [replies[place] for place in range(len(requests))]
+        return [replies[index] for index in range(len(requests))]
 
-    def fetch_missing(
+    def fetch_and_save_missing_replies(
         self,
         requests: list[dict[str, Any]],
         prompts: list[list[int]],
         replies: dict[int, ChatReply],
     ) -> None:
         """
-        Fetches the replies that are missing from `replies`, and adds them to it.
+        Fetches the missing replies, adds them to `replies`, and saves them.
 
-        Requests that got no reply are sent again, until a round of requests brings no reply at all.
+        Requests without a reply are sent again in rounds.
+
+        Raises ValueError if a round brings no reply at all.
         """
         has_warned = False
         with alive.Bar(
             total=len(requests), initial=len(replies), desc="asking", unit="answer"
         ) as bar:
             while len(replies) < len(requests):
-                missing = [place for place in range(len(requests)) if place not in replies]
-                arriving = self.server.send_chat_requests([requests[place] for place in missing])
+                missing = [index for index in range(len(requests)) if index not in replies]
+                arriving = self.server.send_chat_requests([requests[index] for index in missing])
                 with contextlib.closing(arriving):
                     for number, reply in arriving:
-                        place = missing[number]
+                        index = missing[number]
                         if reply.problem:
-                            problem = reply.problem
+                            last_problem = reply.problem
                             continue
-                        self.log.write({"step": 0, "place": place} | reply._asdict())
-                        replies[place] = reply
+                        self.log.write({"step": 0, "place": index} | reply._asdict())
+                        replies[index] = reply
                         bar.update()
-                        is_alike = reply.prompt_tokens in (None, len(prompts[place]))
-                        if not is_alike and not has_warned:
+                        has_same_length = reply.prompt_tokens in (None, len(prompts[index]))
+                        if not has_same_length and not has_warned:
                             has_warned = True
-                            self.warn_of_other_token_count(prompts[place], reply.prompt_tokens)
+                            self.print_token_count_warning(prompts[index], reply.prompt_tokens)
                 if not replies.keys() & missing:
-                    raise ValueError(f"--url {self.server.url}: {problem}")
+                    raise ValueError(f"--url {self.server.url}: {last_problem}")
 
-    def warn_of_other_token_count(self, prompt: list[int], served_length: int | None) -> None:
-        """Warns that a prompt has more or fewer tokens on the server than it had in training."""
+    def print_token_count_warning(self, prompt: list[int], served_length: int | None) -> None:
+        """Warns that the server encodes a prompt as more or fewer tokens than training did."""
         ending = self.tokenizer.decode(prompt)[-60:]
         warning = (
             f"WARNING: the server encoded a prompt as {served_length} tokens, but training encoded "
             f"it as {len(prompt)} tokens, which end with {ending!r}. The answers will differ from "
-            "those of the trained model. Serve a model written by export.py --fuse, whose chat "
-            "template renders prompts as in training, or try --no-thinking."
+            "those of the trained model. Serve a model that export.py --fuse wrote, because its "
+            "chat template renders prompts as in training, or try --no-thinking."
         )
         tqdm.write(escape_invisible(warning), file=sys.stderr)

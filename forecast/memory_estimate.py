@@ -1,16 +1,16 @@
 """
-Estimates the memory that a run needs, from its settings and the configuration of its model alone.
+Estimates the memory that a run needs from its settings and its model's configuration alone.
 
-Weights, adapters, the state of the optimizer, and Python stay in memory during the whole run. Each
-step also needs memory for three phases: rollout, judging and update. The phases follow one another,
-so the largest phase determines the peak. The estimate assumes that every completion is as long as
+Weights, adapters, the optimizer state and Python stay in memory during the whole run. Each step
+also needs memory for three phases: rollout, judging and update. The phases follow one another, so
+the largest phase determines the peak. The estimate assumes that every completion is as long as
 the settings allow, and that a step contains the longest prompts.
 
 The bytes of weights, moments, caches and logits are counted exactly. The bytes that a layer keeps
-for its gradient are the total width of the layer times a constant that was measured on a CPU. A
-test checks that the estimate is at most 5% below and at most 30% above the measured peak.
-row_memory.py estimates the bytes of one position or one completion, time_estimate.py estimates the
-time of a step, and machine/memory.py measures the memory of this machine.
+for its gradient are estimated as the layer's total width times a constant that was measured on a
+CPU. A test checks that the whole estimate is at most 5% below and at most 30% above the measured
+peak. row_memory.py estimates the bytes of one position or one completion, time_estimate.py
+estimates the time of a step, and machine/memory.py measures the memory of this machine.
 
 Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vocabulary, C hidden,
 H query heads, K kv heads, D head dim, F mlp width.
@@ -52,36 +52,36 @@ def gpu_memory_limit(memory_bytes: int) -> int:
 
 
 LAPTOP = gpu_memory_limit(2**34)
-PYTHON_BYTES = 170_000_000  # These include 30 MB for reading data.
+PYTHON_BYTES = 170_000_000  # including 30 MB for reading data
 TOKENIZER_BYTES = 700  # bytes per token in the vocabulary
 
-# The number of positions in a micro-batch. On a CPU, an update with 8192 positions took as long as
-# an update with 1024 positions for random:2m, and 1.5 times as long for random:30m.
+# The maximum number of positions in a micro-batch. On a CPU, an update with 8192 positions per
+# micro-batch took as long as with 1024 for random:2m, and 1.5 times as long for random:30m.
 BUDGET = 1024
 GPU_BUDGET = 2048
 # The next five numbers give the memory of a layer while its gradient is computed, as a multiple of
-# the intermediate results that the layer keeps. A gated delta net (LINEAR_) needs less memory,
-# because it computes the levels of a prompt tree one after the other.
-WORKING = 1.7  # added to the memory for the results that all layers keep
+# the layer's intermediate results. A gated delta net (LINEAR_) needs less memory, because it
+# computes the levels of a prompt tree one after the other.
+WORKING = 1.7  # in addition to the intermediate results that all layers keep
 LINEAR_WORKING = 1.1
 RECOMPUTED = 2.4  # for a layer whose intermediate results are computed again
 RECOMPUTED_SHARED = 2.0  # for such a layer if completions share their prompts
 LINEAR_RECOMPUTED = 1.6
 TEMPLATE_TOKENS = 30  # the number of tokens that a chat template or a judge prompt adds to a text
 TOKEN_CHARACTERS = 4
-# MLX computes ahead, so this number of tiles of log-probabilities is in memory at the same time.
+# MLX computes ahead, so up to this many tiles of log-probabilities are in memory at the same time.
 TILES_IN_FLIGHT = 9
 
 
 class MemoryNeed(NamedTuple):
-    """The bytes that a run needs: those that stay in memory, and those of each phase, by name."""
+    """The bytes of memory that a run needs."""
 
-    resident: dict[str, int]
-    phases: dict[str, int]
+    resident: dict[str, int]  # what stays in memory during the whole run, by name
+    phases: dict[str, int]  # what each phase of a step needs in addition, by the phase's name
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes in memory during the largest phase."""
+        """The bytes in memory during the phase that needs the most."""
         return sum(self.resident.values()) + max(self.phases.values())
 
 
@@ -91,13 +91,13 @@ class RunDemand(NamedTuple):
     model: hub.ModelConfig
     dtype: mx.Dtype
     config: Config
-    prompt_lengths: list[int]  # numbers of tokens; for --loss-type sft, of whole conversations
-    rubric: Path | None = None  # the rubric of the judge
+    prompt_lengths: list[int]  # in tokens; for --loss-type sft, the lengths of whole conversations
+    rubric: Path | None = None  # the judge's rubric
     response_length: int | None = None  # maximum number of tokens after a prompt; None: max_tokens
 
     @property
     def longest_prompt_lengths(self) -> list[int]:
-        """The lengths of the prompts in a step with the longest prompts, in ascending order."""
+        """The lengths of as many of the longest prompts as one step has, in ascending order."""
         return sorted(self.prompt_lengths)[-self.config.sampling.batch :]
 
     @property
@@ -112,12 +112,12 @@ class RunDemand(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """The number of completions per prompt, which is 1 if the replies are given."""
+        """The number of completions per prompt, or 1 if the run trains on given replies."""
         return 1 if self.is_sft else self.config.sampling.groups
 
     @property
     def trained_group_size(self) -> int:
-        """The number of completions of a prompt that an update trains."""
+        """The number of completions per prompt on which an update trains."""
         return min(self.config.objective.train_completions or self.group_size, self.group_size)
 
     @property
@@ -125,7 +125,8 @@ class RunDemand(NamedTuple):
         """
         The maximum number of tokens in a completion.
 
-        The number is 1 if the replies are given, because given replies count as prompt tokens.
+        The number is 1 if the run trains on given replies, because their tokens count as prompt
+        tokens.
         """
         return 1 if self.is_sft else self.max_response_tokens
 
@@ -134,7 +135,7 @@ class RunDemand(NamedTuple):
         """The configuration of the judge model, or None if no judge runs on this machine."""
         if self.rubric is None or self.config.judge.url:
             return None
-        with model_choice.name_flag_in_errors("--judge-model"):
+        with model_choice.replace_flag_in_errors("--judge-model"):
             if self.config.judges_with_base_model:
                 return self.model
             return model_choice.load_config(self.config.judge.model)
@@ -144,20 +145,20 @@ class RunDemand(NamedTuple):
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of parameters in a model."""
+    """The numbers of parameters in a model."""
 
-    weights: int  # all parameters of the model
+    weights: int  # all parameters of the model, without adapters
     matmuls: int  # the parameters in the matrices of layers
-    trained: int  # the parameters that are trained
+    trained: int  # the parameters that are trained, such as those of adapters
 
 
 def count_parameters(
     model: hub.ModelConfig, adapters: ModelSettings | None = None
 ) -> ParameterCounts:
     """
-    Count the parameters of a model, without loading or computing any weights.
+    Count the parameters of a model without loading or computing any weights.
 
-    The parameters in one layer of each kind are multiplied by the number of layers of that kind.
+    This is fast, because only one layer of each kind is built.
 
     adapters: the settings of adapters; None means that all weights are trained.
     """
@@ -187,7 +188,7 @@ def count_parameters(
 
 
 def trained_layer_kinds(model: hub.ModelConfig, settings: ModelSettings) -> tuple[str, ...]:
-    """The kinds of the layers that get a backward pass, which ends at the lowest adapter."""
+    """The kind of each layer in the backward pass, which ends at the lowest layer with adapters."""
     if settings.lora_layers is None:
         return model.layer_kinds
     return model.layer_kinds[-settings.lora_layers :]
@@ -228,7 +229,8 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
     counts = count_parameters(model, config.model)
     weights = counts.weights * dtype.size
 
-    # Trained float32 weights need no float32 copy. 16-bit adapters are copies of float32 adapters.
+    # Weights that are trained in float32 need no copy. Adapters are trained in float32, and have a
+    # 16-bit copy if the model has 16 bits.
     num_masters = counts.trained if rank or dtype != mx.float32 else 0
     copy_size = dtype.size if rank and dtype != mx.float32 else 0
     resident = {"weights": weights}
@@ -236,14 +238,14 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
     resident["optimizer"] = 0 if config.optimizer.kind == "sgd" else 8 * counts.trained
 
     if teacher:
-        with model_choice.name_flag_in_errors("--teacher"):
+        with model_choice.replace_flag_in_errors("--teacher"):
             teacher_model = model if teacher == "self" else model_choice.load_config(teacher)
         shares_weights = teacher == "self" and rank
         teacher_weights = (
             0 if shares_weights else frozen_weight_bytes(teacher, teacher_model, dtype)
         )
         num_completions = config.sampling.batch * demand.group_size
-        # The hidden states of the teacher for all completions are kept for the update.
+        # The teacher's hidden states for all completions are kept until the update.
         num_states = num_completions * demand.max_completion_tokens * teacher_model.hidden_size
         resident["teacher"] = teacher_weights + num_states * dtype.size
 
@@ -251,12 +253,12 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
     if judge and not config.judges_with_base_model:
         resident["judge"] = frozen_weight_bytes(config.judge.model, judge, dtype)
 
-    # A frozen copy of the model may be needed in addition to the weights that are trained.
-    is_reference = bool(config.objective.beta) or (
+    # If all weights are trained, the reference and the judge need a frozen copy of the model.
+    needs_base = bool(config.objective.beta) or (
         judge is not None and config.judges_with_base_model
     )
-    has_base = not rank and teacher != "self" and is_reference
-    resident["base"] = weights if has_base else 0
+    has_base_copy = not rank and teacher != "self" and needs_base
+    resident["base"] = weights if has_base_copy else 0
     resident["Python"] = PYTHON_BYTES + TOKENIZER_BYTES * model.vocab_size
     return resident
 
@@ -422,11 +424,11 @@ def recomputed_input_bytes(
     if not micro_batch.shares_prompts:
         return micro_batch.num_positions * position_bytes * num_recomputed
 
-    # Layers also keep the keys, values and states of prompts for completions that share a prompt.
+    # Layers also keep the keys, values and states of prompts that completions share.
     position_bytes += column / model.num_hidden_layers
     inputs = micro_batch.num_positions * position_bytes * num_recomputed
     inputs += micro_batch.num_rows * delta_state_bytes_per_row(model, demand.dtype)
-    if gpu.on_gpu():  # The keys and values of all prompts are joined in one array.
+    if gpu.on_gpu():  # the keys and values of all prompts are joined in one array
         inputs += micro_batch.num_rows * micro_batch.longest_prompt * column
     return inputs
 
@@ -440,7 +442,7 @@ def logprob_bytes(demand: RunDemand, micro_batch: MicroBatchSizes) -> int:
         num_tokens = micro_batch.num_positions
 
     hidden_states = num_tokens * width * (8 + 2 * demand.dtype.size)
-    if uses_kernels():  # The logits of some rows and their gradient are in memory.
+    if uses_kernels():  # only the logits of some rows and their gradient are in memory
         num_rows = min(lm_head.ROWS_AT_ONCE, num_tokens)
         return hidden_states + 2 * demand.dtype.size * num_rows * vocabulary
     num_logits = min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 4 * num_tokens * vocabulary)
@@ -460,13 +462,13 @@ def choose_sizes(
     Choose a value for each size whose setting is `auto`.
 
     If a run does not fit, this function first makes the micro-batches smaller. If that is not
-    enough, as few layers as possible compute their intermediate results again, which makes an
-    update up to a third slower. A run fits if it needs at most nine tenths of the GPU memory.
-    Without a GPU, the limit is the GPU memory of a laptop with 16 GB, so that the sizes do not
-    depend on the machine.
+    enough, as few layers as possible compute their intermediate results again in the backward pass,
+    which makes an update up to a third slower. A run fits if it needs at most nine tenths of the
+    available memory.
 
     max_rows: the number of completions in the largest rollout or evaluation.
-    available_bytes: None means the memory of this machine.
+    available_bytes: None means the memory that the GPU may use. Without a GPU, None means the GPU
+        memory of a laptop with 16 GB, so that the sizes do not depend on the machine.
     """
     sampling = demand.config.sampling
     if not available_bytes:
@@ -474,7 +476,7 @@ def choose_sizes(
     free_bytes = ROOM * available_bytes - sum(resident_bytes(demand).values())
 
     rows = sampling.rollout_batch_size or max_rows
-    for token_budget, num_recomputed in list_update_size_choices(demand):
+    for token_budget, num_recomputed in list_budget_and_recompute_pairs(demand):
         sizes = MemoryDependentSizes(rows, token_budget, num_recomputed)
         if update_phase_bytes(demand, sizes) <= free_bytes:
             break
@@ -486,11 +488,11 @@ def choose_sizes(
     return sizes._replace(rollout_batch_size=rows)
 
 
-def list_update_size_choices(demand: RunDemand) -> list[tuple[int, int]]:
+def list_budget_and_recompute_pairs(demand: RunDemand) -> list[tuple[int, int]]:
     """
     List the pairs of a token budget and a number of recomputed layers that the settings allow.
 
-    The pair with which an update is fastest comes first.
+    The pairs are in the order in which they should be tried: the fastest update comes first.
     """
     optimizer = demand.config.optimizer
     num_layers = len(trained_layer_kinds(demand.model, demand.config.model))
@@ -511,9 +513,9 @@ def list_update_size_choices(demand: RunDemand) -> list[tuple[int, int]]:
     return choices
 
 
-def agree_on_sizes(sizes: MemoryDependentSizes) -> MemoryDependentSizes:
-    """Return sizes that fit into the memory of every machine in the run."""
-    all_sizes = [MemoryDependentSizes(*values) for values in world.all_gather(list(sizes))]
+def agree_on_sizes_across_ranks(local_sizes: MemoryDependentSizes) -> MemoryDependentSizes:
+    """Gather the sizes of all ranks, and return sizes that fit into the memory of each of them."""
+    all_sizes = [MemoryDependentSizes(*values) for values in world.all_gather(list(local_sizes))]
     return MemoryDependentSizes(
         min(sizes.rollout_batch_size for sizes in all_sizes),
         min(sizes.train_token_budget for sizes in all_sizes),
@@ -522,7 +524,7 @@ def agree_on_sizes(sizes: MemoryDependentSizes) -> MemoryDependentSizes:
 
 
 def find_rubric_path(config: Config) -> Path | None:
-    """Return the path of the rubric for the judge of a run, or None if no judge is needed."""
+    """Return the path of the rubric for a run's judge, or None if the run needs no judge."""
     data = config.data
     if data.reward_weights.get("rubric") == 0:
         return None
@@ -539,8 +541,8 @@ def find_rubric_path(config: Config) -> Path | None:
 # ---- lines that are printed
 
 TOO_LARGE = "it does not fit"
-CHANGE = "change: "  # The last line begins with this if the user should change a setting.
-REMEDIES = {  # what to do if a part of the memory is too large, by the name of the part
+CHANGE = "change: "  # the last line begins with this word if the user should change a setting
+REMEDIES = {  # the name of a part of the memory -> what to do if this part is too large
     "masters": "set --lora-rank 16",
     "optimizer": "set --lora-rank 16",
     "base": "set --lora-rank 16",
@@ -557,7 +559,7 @@ def format_memory_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
     """
     Return a line with the memory that a run needs, its parts, and the memory of the machine.
 
-    If the run does not fit, the line also names a flag to change.
+    If the run does not fit, the line also says which setting to change.
     """
     need = estimate_memory(demand, sizes)
     room = memory.usable_memory_bytes()
@@ -591,15 +593,16 @@ def max_checkpoint_disk_bytes(demand: RunDemand, need: MemoryNeed) -> int:
     weights = need.resident["weights"]
     masters = 4 * count_parameters(demand.model).weights
     checkpoint_bytes = masters + need.resident["optimizer"] + weights
-    # While a checkpoint is saved, there is one more. `adapter` and `adapter-best` hold all weights.
+    # While a checkpoint is saved, there is one more. `adapter` and `adapter-best` are two more
+    # copies of the weights.
     return (checkpoint.MAX_CHECKPOINTS + 1) * checkpoint_bytes + 2 * weights
 
 
-def suggest_memory_remedy(need: MemoryNeed, room: int) -> str:
-    """Advise how to make the largest part smaller if a run needs more than `room` bytes."""
-    if need.resident["Python"] >= room:
-        return "Python and MLX alone need more memory; use a machine with more memory"
-    parts = need.phases if sum(need.resident.values()) <= room else need.resident
+def suggest_memory_remedy(need: MemoryNeed, available_bytes: int) -> str:
+    """Advise how to make the largest part smaller if a run needs too much memory."""
+    if need.resident["Python"] >= available_bytes:
+        return "Python and MLX alone need more than this; use a machine with more memory"
+    parts = need.phases if sum(need.resident.values()) <= available_bytes else need.resident
     largest = max(REMEDIES.keys() & parts.keys(), key=parts.__getitem__)
     return REMEDIES[largest]
 

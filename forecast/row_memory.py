@@ -1,7 +1,8 @@
 """
 Estimates the memory of a layer and of a rollout, and chooses how many rows to decode at once.
 
-preflight.py estimates the memory of a whole run. machine/memory.py finds the memory of the machine.
+memory_estimate.py estimates the memory of a whole run. machine/memory.py measures the memory of the
+machine.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from kv_cache import round_up_to_chunk
 from layers import attention, delta
 from machine import gpu, kernels
 
-# The fraction of the memory that Gwen uses. MLX allocates memory ahead of time, and other programs
-# need some memory too.
+# The fraction of the available memory that Gwen plans to use. MLX allocates memory ahead of time,
+# and other programs need some memory too.
 ROOM = 0.9
 USUAL_ROWS = 64  # the largest number of rows decoded at once if there is no GPU
 
@@ -23,7 +24,7 @@ USUAL_ROWS = 64  # the largest number of rows decoded at once if there is no GPU
 # position and per unit of the layer's total width.
 KEPT_ON_CPU = 4.8
 # The number of values that a layer with GPU kernels stores for the backward pass, per position and
-# per unit of the layer's total width. These values have the type of the weights, and were counted
+# per unit of the layer's total width. These values have the dtype of the weights, and were counted
 # by `c148fd6:bench/launches.py`.
 KEPT_ON_GPU = 3.5
 # the memory of a gated delta net without a gradient, as a fraction of its memory with a gradient
@@ -32,11 +33,11 @@ LINEAR_FRACTION = 0.47
 
 def uses_kernels() -> bool:
     """
-    Whether the layers run with our GPU kernels.
+    Whether the layers run with Gwen's own GPU kernels.
 
-    For the backward pass, these kernels store only their inputs, in the type of the weights.
+    For the backward pass, these kernels store only their inputs, in the dtype of the weights.
     """
-    return gpu.can_run_metal_kernels() and kernels.are_kernels_wanted()
+    return gpu.can_run_metal_kernels() and kernels.is_kernels_variable_on()
 
 
 def layer_bytes_per_position(
@@ -74,7 +75,7 @@ def _delta_net_width(model: hub.ModelConfig) -> int:
 
 
 def forward_bytes_per_position(model: hub.ModelConfig, dtype: mx.Dtype, num_keys: float) -> float:
-    """The bytes per position in the layer that needs the most memory, for a forward pass alone."""
+    """The bytes per position that the largest layer needs in a forward pass without a gradient."""
     loop_bytes = 0.0
     if not uses_kernels():  # for the intermediate arrays of cpu.exp
         loop_bytes = 8 * model.num_attention_heads * num_keys
@@ -92,7 +93,7 @@ def cache_bytes_per_token(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
 
 
 def delta_state_bytes_per_row(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
-    """The bytes of the gated delta nets' states for one row, which do not depend on its length."""
+    """The bytes of all gated delta nets' states for one row, whatever the row's length."""
     if model.delta is None:
         return 0
     layer_state = sum(array.nbytes for array in model.delta.empty_state(1, dtype))
@@ -143,16 +144,16 @@ def rollout_bytes(
     return RolloutBytes(cache_bytes, int(max(prefill_bytes, decode_bytes)))
 
 
-def choose_rollout_rows(fits: Callable[[int], bool], most_rows: int) -> int:
+def choose_rollout_rows(fits_gpu_memory: Callable[[int], bool], max_rows: int) -> int:
     """
-    The number of rows that a rollout decodes at once, which is `most_rows` or less.
+    The number of rows that a rollout decodes at once, which is `max_rows` or less.
 
-    fits: tells whether a given number of rows fits in memory. Without a GPU, the result does not
-    depend on the memory, so that it is the same on every machine.
+    fits_gpu_memory: says whether a number of rows fits into memory. This function is not called
+    without a GPU, so that the result is then the same on every machine.
     """
     if not gpu.on_gpu():
-        return min(most_rows, USUAL_ROWS)
-    rows = most_rows
-    while rows > 1 and not fits(rows):
+        return min(max_rows, USUAL_ROWS)
+    rows = max_rows
+    while rows > 1 and not fits_gpu_memory(rows):
         rows = -(-rows // 2)
     return rows

@@ -1,5 +1,5 @@
 """
-Estimates the time of a step, and finds the models that a machine can train, without running them.
+Estimates the time of a step, and lists the models that a machine can train, without running them.
 
 This file counts the bytes and FLOPs of each phase, and machine/chips.py converts both to seconds.
 memory_estimate.py estimates the memory of a run.
@@ -30,7 +30,7 @@ from forecast.memory_estimate import (
 from forecast.row_memory import cache_bytes_per_token, delta_state_bytes_per_row
 from judging import rubrics
 from machine import chips, gpu, memory
-from settings.sources import command_with_extras, merge_settings
+from settings.sources import command_prefix_with_extras, merge_settings
 from step.advantages import MEASURED_OF
 
 PROMPT = 256  # the number of tokens per prompt that the table of models assumes
@@ -38,16 +38,16 @@ STEPS = 100  # the number of steps per run that the table of models assumes
 PATIENCE = 3600.0  # the maximum number of seconds that a first run should take
 
 
-class UpdateWork(NamedTuple):
-    """The numbers of tokens that an update processes, by their purpose."""
+class UpdateTokenCounts(NamedTuple):
+    """How many tokens an update processes for each purpose."""
 
     prompt_tokens: float
     trained_tokens: float  # of completions that are trained
     measured_tokens: float  # of completions that are computed only for statistics
 
     @classmethod
-    def from_demand(cls, demand: RunDemand) -> "UpdateWork":
-        """The work of a step in which the rewards differ within every group."""
+    def from_demand(cls, demand: RunDemand) -> "UpdateTokenCounts":
+        """The token counts of a step in which the rewards differ within every group."""
         num_prompts = len(demand.longest_prompt_lengths)
         num_trained = num_prompts * demand.trained_group_size
         num_left_out = num_prompts * demand.group_size - num_trained
@@ -57,15 +57,17 @@ class UpdateWork(NamedTuple):
 
 
 def estimate_phase_costs(
-    demand: RunDemand, sizes: MemoryDependentSizes, work: UpdateWork | None = None
+    demand: RunDemand, sizes: MemoryDependentSizes, token_counts: UpdateTokenCounts | None = None
 ) -> dict[str, chips.PhaseCost]:
     """
     Estimate the bytes and FLOPs of each phase of a step: prefill, decoding, update and judging.
 
-    The prompt of a group is computed only once. work: the tokens that the update computes; None
-    means those of a step in which the rewards differ within every group.
+    The prompt of a group is computed only once.
+
+    token_counts: the numbers of tokens in the update; None means those of a step in which the
+        rewards differ within every group.
     """
-    work = work or UpdateWork.from_demand(demand)
+    token_counts = token_counts or UpdateTokenCounts.from_demand(demand)
     model = demand.model
     dtype = demand.dtype
     prompts = demand.longest_prompt_lengths
@@ -79,7 +81,7 @@ def estimate_phase_costs(
     # the FLOPs for one pair of a query and a key, in all layers
     num_attention_layers = sum(kind != "linear_attention" for kind in model.layer_kinds)
     pair = 4 * model.num_attention_heads * model.head_dim * num_attention_layers
-    width = max(prompts) + length / 2  # the number of keys when half of a completion is done
+    num_keys = max(prompts) + length / 2  # the mean number over the tokens of a completion
 
     prefill_flops = 2 * matmuls * num_prompt_tokens + pair * num_prompt_tokens * max(prompts) / 2
 
@@ -90,10 +92,10 @@ def estimate_phase_costs(
         model, dtype
     ) + 2 * delta_state_bytes_per_row(model, dtype)
     decode_bytes = num_decode_steps * (weights + head * dtype.size + rows_at_once * cache_bytes)
-    decode_flops = num_decode_steps * rows_at_once * (2 * (matmuls + head) + pair * width)
+    decode_flops = num_decode_steps * rows_at_once * (2 * (matmuls + head) + pair * num_keys)
 
     num_micro_batches = len(plan_micro_batches(demand, sizes))
-    update_flops = count_update_flops(demand, sizes, work, matmuls, head, pair * width)
+    update_flops = count_update_flops(demand, sizes, token_counts, matmuls, head, pair * num_keys)
 
     costs = {
         "prefill": chips.PhaseCost(weights, prefill_flops),
@@ -110,7 +112,7 @@ def estimate_phase_costs(
         )
         num_judged_tokens = num_prompt_tokens + num_rows * (length + criteria_tokens)
         judge_matmuls = count_parameters(judge).matmuls
-        judge_flops = (2 * judge_matmuls + pair * width) * num_judged_tokens
+        judge_flops = (2 * judge_matmuls + pair * num_keys) * num_judged_tokens
         costs["judge"] = chips.PhaseCost(judge_matmuls * dtype.size, judge_flops)
     return costs
 
@@ -118,7 +120,7 @@ def estimate_phase_costs(
 def count_update_flops(
     demand: RunDemand,
     sizes: MemoryDependentSizes,
-    work: UpdateWork,
+    token_counts: UpdateTokenCounts,
     matmuls: int,
     head: int,
     attention: float,
@@ -131,7 +133,7 @@ def count_update_flops(
     attention: the FLOPs that attention needs for one query, in all layers.
     """
     config = demand.config
-    # A backward pass computes the gradient of inputs, and without adapters also that of weights.
+    # A backward pass computes the gradients of inputs, and without adapters also those of weights.
     num_layers = demand.model.num_hidden_layers
     trained = len(trained_layer_kinds(demand.model, config.model)) / num_layers
     num_backward = trained * (1 if config.model.lora_rank else 2)
@@ -139,13 +141,15 @@ def count_update_flops(
     num_other_passes = bool(config.objective.beta) + bool(config.objective.teacher)
     num_passes = config.optimizer.num_iterations * (1 + recomputed + num_backward)
     num_passes += num_other_passes
-    layer_flops = num_passes * 2 * matmuls * (work.prompt_tokens + work.trained_tokens)
+    layer_flops = (
+        num_passes * 2 * matmuls * (token_counts.prompt_tokens + token_counts.trained_tokens)
+    )
     # These FLOPs are for logits and attention, including their gradients.
     attention_passes = 1 + 2.5 * trained
-    head_flops = (4 * head + attention_passes * attention) * work.trained_tokens
+    head_flops = (4 * head + attention_passes * attention) * token_counts.trained_tokens
 
     num_measured_passes = config.optimizer.num_iterations + num_other_passes
-    measured_flops = (2 * (matmuls + head) + attention) * work.measured_tokens
+    measured_flops = (2 * (matmuls + head) + attention) * token_counts.measured_tokens
     return layer_flops + head_flops + num_measured_passes * measured_flops
 
 
@@ -153,8 +157,8 @@ def format_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
     """
     Return a line with the bytes that a step reads, its FLOPs, and its estimated time.
 
-    With a GPU, this is the time on this machine. Without a GPU, the line contains the times with
-    16-bit weights for all Apple chips that are sold with enough memory.
+    With a GPU, the time is for this machine. Without a GPU, the line contains the times with 16-bit
+    weights on all Apple chips that are sold with enough memory.
     """
     if gpu.on_gpu():
         all_chips = [chips.look_up_or_measure_chip()]
@@ -185,12 +189,12 @@ def format_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
     )
 
 
-def format_phases_line(demand: RunDemand) -> str:
+def format_phase_times_and_advice(demand: RunDemand) -> str:
     """
     Format the estimated seconds of a step's phases, and settings that would shorten the update.
 
-    On a GPU, the line gives the seconds on this machine. Without a GPU, it gives those of a base M4
-    that computes in 16 bits.
+    With a GPU, the seconds are for this machine. Without a GPU, they are for a base M4 that
+    computes in 16 bits.
     """
     if gpu.on_gpu():
         chip = chips.look_up_or_measure_chip()
@@ -211,7 +215,7 @@ def format_phases_line(demand: RunDemand) -> str:
 
 
 def estimate_step_seconds_by_activity(demand: RunDemand, chip: chips.Chip) -> dict[str, float]:
-    """The estimated seconds of the rollout, judging and update of a step, without absent phases."""
+    """The estimated seconds of a step's rollout, judging and update, as far as the run has them."""
     costs = estimate_phase_costs(demand, choose_sizes(demand))
     seconds = chips.estimate_phase_seconds(costs, chip)
     if demand.is_sft:
@@ -224,7 +228,7 @@ def estimate_step_seconds_by_activity(demand: RunDemand, chip: chips.Chip) -> di
 
 
 def settings_that_shorten_update(demand: RunDemand) -> Iterator[tuple[str, int, Config]]:
-    """Yield flags and values that would shorten the update, each with the resulting settings."""
+    """Yield a flag, a value and the resulting settings for each way to shorten the update."""
     config = demand.config
     has_advantages = config.objective.loss_type not in ("sft", "distill")
     for divisor in (2, 4):
@@ -247,7 +251,7 @@ def format_two_digits(value: float) -> str:
 
 
 def format_range(ends: Iterable[str]) -> str:
-    """Return both ends of a range as "A to B", or only "A" if both ends are the same text."""
+    """Return the ends of a range as "A to B", or only "A" if both are the same text."""
     return " to ".join(dict.fromkeys(ends))
 
 
@@ -258,10 +262,9 @@ def find_models_that_fit(
     available_bytes: float, chip: chips.Chip, dtype: mx.Dtype
 ) -> Iterator[tuple[str, int, float]]:
     """
-    Find the models that can be trained with a certain amount of memory.
+    Yield the name, the needed bytes and the seconds per step of each model that fits into memory.
 
-    The estimate is for `--data FILE` and the default settings. Yields the name of each model, the
-    bytes that it needs, and the seconds per step.
+    The estimates are for `--data FILE` and the default settings.
     """
     names = [name for name in model_choice.load_known_models() if not name.startswith("random:")]
     for name in ["demo", *names]:
@@ -279,17 +282,19 @@ def list_fitting_model_lines() -> Iterator[str]:
     """Yield a table of the models that this machine can train, and a command to start with."""
     models = list(
         find_models_that_fit(
-            memory.usable_memory_bytes(), chips.look_up_or_measure_chip(), gwen.default_dtype()
+            memory.usable_memory_bytes(),
+            chips.look_up_or_measure_chip(),
+            gwen.dtype_from_env_or_device(),
         )
     )
     yield (
-        f"what fits, for prompts of {PROMPT} tokens (the time is an estimate that nobody has "
-        "checked on a Mac, and does not include evaluations):"
+        f"what fits, for prompts of {PROMPT} tokens (the times are estimates that nobody has "
+        "checked on a Mac, and do not include evaluations):"
     )
     yield f"{'model':28}    GB  s a step  min for {STEPS}"
     for name, need, seconds in models:
-        step_text = format_seconds_or_minutes(seconds)
-        run_text = format_seconds_or_minutes(seconds * STEPS / 60)
+        step_text = format_two_digits_or_below_1(seconds)
+        run_text = format_two_digits_or_below_1(seconds * STEPS / 60)
         yield f"{name:28}{need / 1e9:6.1f}{step_text:>10}{run_text:>13}"
     if not models:
         yield (
@@ -301,12 +306,12 @@ def list_fitting_model_lines() -> Iterator[str]:
     quick_models = [(need, name) for name, need, seconds in models if STEPS * seconds < PATIENCE]
     _, largest = max(quick_models, default=(0, "demo"))
     settings = merge_settings({"model": largest}, None).to_flags()
-    line = f"start with: {command_with_extras(settings)} --model {largest}"
-    if largest != "demo":  # README.md has examples of both files.
+    line = f"start with: {command_prefix_with_extras(settings)} --model {largest}"
+    if largest != "demo":  # README.md has examples of both files
         line += " --data mine.jsonl --reward mine.py:score"
     yield line
 
 
-def format_seconds_or_minutes(value: float) -> str:
-    """Format seconds or minutes with two digits, or as "<1", without the unit."""
+def format_two_digits_or_below_1(value: float) -> str:
+    """Format a number with two significant digits, or as "<1" if it is below 1."""
     return format_two_digits(value) if value >= 1 else "<1"

@@ -1,9 +1,9 @@
 """
-Tries the first steps of a run, to find out whether the full run is worth starting.
+Tries the first steps of a run to find out whether the full run is worth starting.
 
 A trial runs train.py for a few steps with a learning rate of 0. So the trial measures the real
 program on this machine, and all answers come from the model before training. memory_estimate.py
-and time_estimate.py make estimates without running the model.
+and time_estimate.py estimate memory and time without running the model.
 """
 
 import contextlib
@@ -34,28 +34,34 @@ from forecast.time_estimate import format_range
 from judging.grader import UNREADABLE_WARNING_FRACTION
 from machine import alive, link, memory
 from prompts import chat_template
-from prompts.examples import Example, hash_prompt, last_user_text, pick_evenly_spaced, shorten_value
+from prompts.examples import (
+    Example,
+    hash_prompt_without_system,
+    last_user_text,
+    pick_evenly_spaced,
+    shorten_value,
+)
 from prompts.held_out import warnings_of_few_held_out
 from rewards import audit, form
 from settings.sources import to_yaml
-from tools.toolbox import make_toolbox
+from tools.toolbox import make_toolbox, max_conversation_tokens
 
 TRY_STEPS = 4
-TRY_SECONDS = 120.0  # A trial does not begin another step after this time.
+TRY_SECONDS = 120.0  # a trial does not begin another step after this time
 
-# If the rewards differ within at least this fraction of the groups, training can learn.
+# If the rewards differ in a smaller fraction of the groups than this, the trial advises a change.
 FEW_SIGNALS = 0.25
-# Nearly all answers fail if the mean reward is below this fraction of the range of rewards, and
-# nearly all answers succeed if it is above the second fraction.
+# Nearly all answers fail if the mean reward, on a scale from the lowest reward (0) to the highest
+# (1), is below FEW_RIGHT. Nearly all answers succeed if it is above MANY_RIGHT.
 FEW_RIGHT = 0.2
 MANY_RIGHT = 0.8
-MANY_CUT = 0.5  # If a larger fraction of the answers is cut off, the trial advises a change.
-# The trial also advises a change if a larger fraction of the answers repeats or copies, and is
-# rewarded nevertheless.
+MANY_CUT = 0.5  # if a larger fraction of the answers is cut off, the trial advises a change
+# If a larger fraction of the answers is rewarded although these answers repeat themselves or copy
+# the prompt, the trial advises a change.
 MANY_DEGENERATE = 0.1
 LONG = 300.0  # seconds; a shorter run is not stopped, even if all rewards in each group are equal
 SHOWN = 5  # the number of answers that are printed
-MOST_RENDERED = 256  # tokens are counted only in this many prompts, which are the longest
+MOST_RENDERED = 256  # tokens are counted only in this many of the longest prompts
 WARM_START = "a warm start (docs/warm-start.md)"
 NONE_RIGHT = (
     "; no answer is right yet, so the model may learn only to please the reward function: "
@@ -68,7 +74,7 @@ NONE_RIGHT = (
 
 def make_run_demand(config: Config, task: tasks.Task) -> tuple[RunDemand, MemoryDependentSizes]:
     """
-    Return the memory demand of a run, and the sizes that train.py would choose.
+    Return the facts that determine a run's memory, and the sizes that train.py would choose.
 
     The weights of the model are not read.
     """
@@ -96,8 +102,9 @@ def make_run_demand(config: Config, task: tasks.Task) -> tuple[RunDemand, Memory
     by_length = sorted(examples, key=lambda example: len(last_user_text(example["prompt"])))
     lengths = [count_prompt_tokens(example) for example in by_length[-MOST_RENDERED:]]
     response_length = None
-    if toolbox:  # a response may contain results of tools
-        response_length = toolbox.context - max(lengths)
+    if toolbox or task.harness:  # a response may contain results of tools
+        context = max_conversation_tokens(config.tools, model.max_position_embeddings)
+        response_length = context - max(lengths)
 
     held_out: list[Example] = []
     if config.evaluation.every:
@@ -106,7 +113,12 @@ def make_run_demand(config: Config, task: tasks.Task) -> tuple[RunDemand, Memory
     if rubric is None and held_out:
         rubric = task.witness
     demand = RunDemand(
-        model, gwen.default_dtype(), config, lengths, rubric, response_length=response_length
+        model,
+        gwen.dtype_from_env_or_device(),
+        config,
+        lengths,
+        rubric,
+        response_length=response_length,
     )
     most_rows = max(config.sampling.batch * config.sampling.groups, len(held_out))
     return demand, choose_sizes(demand, most_rows)
@@ -119,9 +131,10 @@ def try_first_steps(config: Config) -> Iterator[str]:
     """
     Run the first steps of training. Yields lines with the results and with advice on the full run.
 
-    If the run does not fit into memory, it is tried only with --over-memory.
+    If the estimate says that the run does not fit into memory, the steps run only with
+    --over-memory.
 
-    Raises ValueError if train.py refuses the run, after train.py has printed the reason.
+    Raises ValueError if train.py refuses the run; train.py then prints the reason.
     """
     task = tasks.make_task(config)
     demand, sizes = make_run_demand(config, task)
@@ -134,12 +147,14 @@ def try_first_steps(config: Config) -> Iterator[str]:
     steps, answers = run_trial_steps(config)
     for name, reward_audit in audit_reward_functions(task, config.data.reward_gate):
         values = {answer["rewards"].get(name) for answer in answers} - {None}
-        # The audit may find that a reward has only one value, although the trial has found others.
-        if reward_audit.only_value is None or values <= {reward_audit.only_value}:
+        # the audit may find only one value of a reward although the trial has found others
+        if reward_audit.value_if_constant is None or values <= {reward_audit.value_if_constant}:
             yield f"reward {reward_audit.name}: {audit.summarize_audit(reward_audit)}"
     if config.evaluation.every:
         yield from find_held_out_warnings(config, task, steps, answers)
-    yield from trial_report_lines(config, steps, answers, verify_answers(task, answers), misfit)
+    yield from trial_report_lines(
+        config, steps, answers, verify_answers_to_train_problems(task, answers), misfit
+    )
 
 
 def run_trial_steps(config: Config) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -184,9 +199,9 @@ def run_train_until_deadline(recipe: Path, run: Path) -> int:
                     break
                 time.sleep(0.2)
         finally:
-            trial.kill()  # A step that this interrupts is not recorded.
+            trial.kill()  # if this interrupts a step, the step is not recorded
             status = trial.wait()
-            if sys.stderr.isatty():  # Remove the last progress bar of train.py.
+            if sys.stderr.isatty():  # remove the last progress bar of train.py
                 print("\r\x1b[J", end="", file=sys.stderr, flush=True)
     return status
 
@@ -194,9 +209,9 @@ def run_train_until_deadline(recipe: Path, run: Path) -> int:
 @contextlib.contextmanager
 def interrupt_on_ending_signals() -> Iterator[None]:
     """
-    Inside the block, the signals that end a process raise KeyboardInterrupt.
+    Inside the block, signals that would end this process raise KeyboardInterrupt.
 
-    By default, such a signal would end this process, but train.py would continue to run.
+    Otherwise such a signal would end this process, and train.py would continue to run.
     """
     handlers = {
         number: signal.signal(number, link.raise_keyboard_interrupt)
@@ -211,51 +226,54 @@ def interrupt_on_ending_signals() -> Iterator[None]:
 
 def audit_reward_functions(task: tasks.Task, gate: str) -> Iterator[tuple[str, audit.AuditResult]]:
     """
-    Audit each reward function of a task. Yields pairs of a name and an audit.
+    Audit each reward function of a task. Yields the function's name and the result of its audit.
 
-    Judges and environments are left out, because an audit would have to run a model.
+    Judges and environments are not audited, because this would require running a model.
 
     gate: the value of --reward-gate.
     """
-    for name, reward in task.counted_rewards.items():
+    for name, reward in task.rewards_with_nonzero_weight.items():
         if not audit.needs_environment(reward):
             with alive.show_activity(f"auditing {name}"):
                 yield name, audit.audit_reward(name, reward, task.train or task.held_out, gate)
 
 
-def verify_answers(task: tasks.Task, answers: list[dict[str, Any]]) -> list[float]:
+def verify_answers_to_train_problems(
+    task: tasks.Task, answers: list[dict[str, Any]]
+) -> list[float]:
     """
-    Return the value that the verifier gives to each answer, if the answer to its problem is known.
+    Verify the answers to training problems with known right answers, and return their values.
 
-    Returns an empty list if the task has no verifier.
+    Other answers are left out. Returns an empty list if the task has no verifier.
 
     answers: records of rollouts.jsonl.
     """
     if task.verifier is None:
         return []
     examples = {
-        (hash_prompt(example), str(example["answer"])): example
+        (hash_prompt_without_system(example), str(example["answer"])): example
         for example in task.train
         if example.get("answer") is not None
     }
-    rows = []
+    examples_and_texts = []
     for answer in answers:
-        example = examples.get((hash_prompt(answer), answer["answer"]))
+        example = examples.get((hash_prompt_without_system(answer), answer["answer"]))
         if example:
-            rows.append((audit.ExampleWithWrongAnswer(example), answer["completion"]))
-    return audit.call_reward_on_texts("correct", task.verifier, rows)
+            example_to_verify = audit.ExampleWithWrongAnswer(example)
+            examples_and_texts.append((example_to_verify, answer["completion"]))
+    return audit.call_reward_on_texts("correct", task.verifier, examples_and_texts)
 
 
 def find_held_out_warnings(
     config: Config, task: tasks.Task, steps: list[dict[str, Any]], answers: list[dict[str, Any]]
 ) -> Iterator[str]:
-    """Yield warnings if there are too few held-out problems, or the model was trained on them."""
+    """Yield warnings if the held-out problems are too few or the model was trained on them."""
     # the standard deviation of rewards within a group, as a fraction of the range of rewards
     deviation = 0.0
     if task.metric == "score":
-        rewards = list_known_rewards(answers)
+        rewards = readable_rewards_or_one_zero(answers)
         reward_range = max(rewards) - min(rewards)
-        within_group = mean_over_steps(steps, "reward/std")
+        within_group = mean_metric_with_missing_as_0(steps, "reward/std")
         if within_group:
             deviation = within_group / reward_range
     held_out = pick_evenly_spaced(task.held_out, config.evaluation.limit)
@@ -273,8 +291,9 @@ class TrialFigures(NamedTuple):
     signals: float  # the fraction of the groups in which rewards differ
     truncated: float  # the fraction of the answers that are cut off
     degenerate: float  # the fraction of the answers that repeat themselves or copy the prompt
-    rewarded_degenerate: float  # the fraction of the answers that do so and are rewarded
-    unparsed: float  # the fraction of the judge's scores that cannot be read
+    # the fraction of the answers that are rewarded although they repeat themselves or copy
+    rewarded_degenerate: float
+    unparsed: float  # the fraction of the judge's scores that are unreadable
     mean_reward: float
     deviation: float  # the standard deviation of the rewards within a group
     lowest: float  # the lowest reward
@@ -295,7 +314,7 @@ class TrialFigures(NamedTuple):
         """
         num_groups = config.sampling.batch * len(steps)
         num_signals = sum(step["sampling/signal_groups"] or 0 for step in steps)
-        rewards = list_known_rewards(answers)
+        rewards = readable_rewards_or_one_zero(answers)
         lowest = min(rewards)
         highest = max(rewards)
         middle = 0.0
@@ -304,24 +323,25 @@ class TrialFigures(NamedTuple):
         return cls(
             num_groups=num_groups,
             signals=num_signals / num_groups,
-            truncated=mean_over_steps(steps, "completion/truncated_frac"),
-            degenerate=mean_over_steps(steps, "completion/degenerate_frac"),
+            truncated=mean_metric_with_missing_as_0(steps, "completion/truncated_frac"),
+            degenerate=mean_metric_with_missing_as_0(steps, "completion/degenerate_frac"),
             rewarded_degenerate=fraction_of_rewarded_degenerate_answers(answers),
-            unparsed=mean_over_steps(steps, "judge/unparsed_frac"),
-            mean_reward=mean_over_steps(steps, "reward/mean"),
-            deviation=mean_over_steps(steps, "reward/std"),
+            unparsed=mean_metric_with_missing_as_0(steps, "judge/unparsed_frac"),
+            mean_reward=mean_metric_with_missing_as_0(steps, "reward/mean"),
+            deviation=mean_metric_with_missing_as_0(steps, "reward/std"),
             lowest=lowest,
             highest=highest,
             middle=middle,
-            # The first step is left out, because it takes longer.
+            # the first step is left out, because it takes longer
             step_seconds=[step["step/s"] for step in steps[1:] or steps],
             peak_gigabytes=max(step["mem/peak_gb"] for step in steps),
         )
 
     @property
-    def sampling_error(self) -> float:
+    def max_fraction_ci95_half_width(self) -> float:
         """Half the width of the 95% interval of `signals` or `truncated`, whichever is wider."""
-        # If there are few groups, a measured fraction of 0 does not mean that the true one is 0.
+        # In a few groups, a measured fraction of 0 does not mean that the true fraction is 0. So
+        # the interval is computed as if one group more had shown the event, and one had not.
         likely = [
             (fraction * self.num_groups + 1) / (self.num_groups + 2)
             for fraction in (self.signals, self.truncated)
@@ -331,8 +351,8 @@ class TrialFigures(NamedTuple):
         )
 
 
-def list_known_rewards(answers: list[dict[str, Any]]) -> list[float]:
-    """List the rewards of the answers that have one. Returns [0.0] if no answer has a reward."""
+def readable_rewards_or_one_zero(answers: list[dict[str, Any]]) -> list[float]:
+    """List the rewards that are not None. Returns [0.0] if no answer has such a reward."""
     return [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
 
 
@@ -343,32 +363,34 @@ def fraction_of_rewarded_degenerate_answers(answers: list[dict[str, Any]]) -> fl
     An answer counts as rewarded if its reward is above 0, and above the lowest reward unless all
     rewards are equal.
     """
-    rewards = list_known_rewards(answers)
-    least_paid = 0.0
+    rewards = readable_rewards_or_one_zero(answers)
+    highest_unrewarded = 0.0
     if max(rewards) > min(rewards):
-        least_paid = max(min(rewards), 0.0)
+        highest_unrewarded = max(min(rewards), 0.0)
     num_rewarded = 0
     for answer in answers:
         reward = answer["reward"]
-        if reward is None or reward <= least_paid:
+        if reward is None or reward <= highest_unrewarded:
             continue
-        num_rewarded += form.is_degenerate(answer["completion"], last_user_text(answer["prompt"]))
+        num_rewarded += form.repeats_itself_or_copies_prompt(
+            answer["completion"], last_user_text(answer["prompt"])
+        )
     return num_rewarded / len(answers)
 
 
-def mean_over_steps(steps: list[dict[str, Any]], name: str) -> float:
-    """The mean of a metric over steps. For a step without the metric, the value is 0."""
-    return sum(step.get(name) or 0.0 for step in steps) / len(steps)
+def mean_metric_with_missing_as_0(steps: list[dict[str, Any]], metric: str) -> float:
+    """The mean of a metric over steps. A step without the metric counts as 0."""
+    return sum(step.get(metric) or 0.0 for step in steps) / len(steps)
 
 
-def advise_if_no_signal(
+def advise_if_long_run_has_no_signal(
     config: Config, steps: list[dict[str, Any]], evaluation_s: float, run: Path
 ) -> str:
     """
-    Advise what to change if, in the first steps of a run, the rewards in each group were equal.
+    Advise what to change if the rewards in each group were equal in the first steps of a run.
 
-    Returns "" if the rewards in some group differ. The advice is given only once, after as many
-    steps as a trial has, and only if the rest of the run would take longer than LONG.
+    Returns "" if the rewards in any group differ. The advice is given only once, after as many
+    steps as a trial has, and only if the rest of the run would take more than LONG seconds.
 
     evaluation_s: the number of seconds that an evaluation takes.
     """
@@ -397,9 +419,9 @@ def trial_report_lines(
     misfit: str = "",
 ) -> Iterator[str]:
     """
-    Yield lines on the first steps of a run with the model before training. The last line is advice.
+    Yield lines about the first steps of a run. The last line is advice.
 
-    verified: the result of `verify_answers`.
+    verified: the result of `verify_answers_to_train_problems`.
     misfit: the result of `explain_memory_misfit`.
     """
     figures = TrialFigures.from_records(config, steps, answers)
@@ -450,7 +472,8 @@ def format_trial_figures(
     """Yield the lines with the figures of a trial."""
     yield (
         f"the following percentages were measured in {figures.num_groups} groups before training, "
-        f"with an error of up to {figures.sampling_error:.0%}; training changes them"
+        f"with an error of up to {figures.max_fraction_ci95_half_width:.0%}; they will change "
+        "during training"
     )
     steps_text = "1 step" if num_steps == 1 else f"{num_steps} steps"
     yield (
@@ -459,14 +482,17 @@ def format_trial_figures(
         f"{figures.degenerate:.0%} repeat themselves or copy the prompt"
     )
     if verified:
-        # An answer with a value below 1 is not right, as on the report page.
+        # as on the report page, an answer with a value below 1 is not right
         num_right = sum(value >= 1 for value in verified)
         yield f"right answers: {num_right} of {len(verified)}"
     reward_range = format_range([f"{figures.lowest:.3g}", f"{figures.highest:.3g}"])
-    yield f"rewards {reward_range}; training raises the mean reward, {figures.mean_reward:.3g}"
     yield (
-        f"the standard deviation of rewards within a group is {figures.deviation:.3g}; training "
-        "needs differences, so it learns nothing if this is 0"
+        f"rewards {reward_range}; the mean reward is {figures.mean_reward:.3g}, and training tries "
+        "to raise it"
+    )
+    yield (
+        f"the standard deviation of rewards within a group is {figures.deviation:.3g}; if it is 0, "
+        "training learns nothing"
     )
     num_steps_of_run = config.optimizer.steps
     ends = [min(figures.step_seconds), max(figures.step_seconds)]
@@ -483,8 +509,8 @@ def suggest_changes(
 ) -> list[str]:
     """List what to change before training, the most important change first."""
     is_gated = config.data.reward_gate == "form"
-    # For example, the reward gate does not keep the reward of a right answer that is too short.
-    gate_keeps_right_answers = all(map(form.own_answer_passes_gate, answers))
+    # the gate may also remove the reward of a right answer, for example because it is too short
+    gate_keeps_right_answers = all(map(form.right_answer_passes_form_gate, answers))
 
     changes = []
     if figures.unparsed > UNREADABLE_WARNING_FRACTION:
@@ -517,7 +543,7 @@ def suggest_changes(
             f"{figures.rewarded_degenerate:.0%} of the answers repeat themselves or copy the "
             "prompt and are rewarded: set --reward-gate form"
         )
-    # This is the first change, because long answers may cause the other problems.
+    # this change comes first, because answers that are cut off may cause the other problems
     if figures.truncated > MANY_CUT:
         warm_start = f"use {WARM_START}, "
         if any(WARM_START in change for change in changes):
@@ -532,12 +558,12 @@ def suggest_changes(
 
 def explain_closed_gate(answers: list[dict[str, Any]], gate_keeps_right_answers: bool) -> str:
     """
-    Explain why --reward-gate form takes the rewards of answers away.
+    Explain why --reward-gate form removes the rewards of answers.
 
-    Returns "" if the gate is not the reason for equal rewards.
+    Returns "" if the gate is not the reason why rewards are equal.
     """
     num_passed = sum(
-        form.passes_gate(
+        form.passes_form_gate(
             answer["completion"], last_user_text(answer["prompt"]), answer["finish_reason"]
         )
         for answer in answers

@@ -1,5 +1,5 @@
 """
-Finds out from a response whether a server is busy, how long to wait, and whether a wait will help.
+Finds out from a response whether a server is busy, how long to wait, and whether waiting helps.
 
 A server may give this information in the response's status, headers or body, in several formats.
 judging/server.py does the waiting.
@@ -15,9 +15,9 @@ from text.documents import read_json
 
 BUSY = {429, 503, 529}  # status codes: too many requests, unavailable, overloaded
 
-# The first pause in seconds if a busy server does not say how long to wait. Each pause is twice as
-# long as the previous one, so six pauses last about a minute, after which most rate limits reset. A
-# server that is busy only for a moment soon gets the request again.
+# The first pause, in seconds, if a busy server does not say how long to wait. Each pause is twice
+# as long as the previous one. So a server that is busy only for a moment soon gets the request
+# again, and six pauses last about a minute, after which most rate limits reset.
 SHORTEST_PAUSE = 1.0
 
 SAYS_BUSY = re.compile(
@@ -53,8 +53,9 @@ EPOCH = 1e9
 
 def parse_duration_seconds(text: str) -> float | None:
     """
-    The number of seconds in a duration such as "20", "20s", "6m0s", "1m30.5s", "250ms" or "2
-    minutes". None if the text is not a duration.
+    The number of seconds in a duration; None if the text is not a duration.
+
+    text: for example "20", "20s", "6m0s", "1m30.5s", "250ms" or "2 minutes".
     """
     text = text.strip()
     if re.fullmatch(r"\d{1,20}(?:\.\d{1,20})?", text):
@@ -88,7 +89,7 @@ def parse_date_timestamp(text: str) -> float | None:
 
 
 def parse_wait_seconds(duration_or_date: str, now: float) -> float | None:
-    """The seconds to wait for a duration, or until a date; None if the text is neither."""
+    """The seconds in a duration, or from `now` until a date; None if the text is neither."""
     seconds = parse_duration_seconds(duration_or_date)
     if seconds is None:
         date = parse_date_timestamp(duration_or_date.strip())
@@ -103,10 +104,10 @@ def wait_seconds_from_headers(headers: Mapping[str, str], now: float) -> float |
     The seconds to wait according to a response's headers; None if the headers do not say.
 
     The headers may be Retry-After, retry-after-ms, or the reset times of rate limits. If some rate
-    limits are used up, the wait is the longest reset time among these; otherwise, it is the longest
-    of all.
+    limits are used up, the wait is the longest of their reset times; otherwise, it is the longest
+    reset time of all limits.
 
-    headers: the header values by lower-case name.
+    headers: the header values by lower-case name. now: the time in seconds since 1970.
     """
     milliseconds = headers.get("retry-after-ms", "")
     if re.fullmatch(r"\d{1,12}(?:\.\d+)?", milliseconds):
@@ -130,9 +131,7 @@ def wait_seconds_from_headers(headers: Mapping[str, str], now: float) -> float |
 
 
 def iterate_json_leaves_with_lower_keys(json_value: Any) -> Iterator[tuple[str, Any]]:
-    """
-    Yields every number, string, boolean and null in a JSON value, each with its lower-case key.
-    """
+    """Yields every number, string, boolean and null in a JSON value, with its lower-case key."""
     waiting = [("", json_value)]
     while waiting:
         key, value = waiting.pop()
@@ -159,7 +158,7 @@ def wait_seconds_from_error(error: Any, now: float) -> float | None:
             seconds = parse_wait_seconds(str(value), now)
             if seconds is not None:
                 return seconds
-    # Some servers copy another server's headers into the body.
+    # some servers copy another server's headers into the body
     stated = wait_seconds_from_headers(headers, now)
     if stated is not None:
         return stated
@@ -171,17 +170,16 @@ def wait_seconds_from_error(error: Any, now: float) -> float | None:
 
 
 def wait_seconds_from_response(headers: Mapping[str, str], error: Any, now: float) -> float | None:
-    """
-    The seconds to wait according to a response's headers, or else according to its error body.
-    """
+    """The seconds to wait according to a response's headers, or else to the error in its body."""
     seconds = wait_seconds_from_headers(headers, now)
     return wait_seconds_from_error(error, now) if seconds is None else seconds
 
 
 def extract_error(response_body: bytes) -> Any:
     """
-    The error in a response's body; None if the body is a reply without an error. If the body is not
-    JSON, its text is returned as the error.
+    The error in a response's body; None if the body is a reply without an error.
+
+    If the body is not JSON, the error is its text.
     """
     try:
         content = read_json(response_body)
@@ -198,9 +196,7 @@ def extract_error(response_body: bytes) -> Any:
 
 
 def extract_error_status(error: Any) -> int | None:
-    """
-    The HTTP status code in an error, such as 429; None if the error contains no status code.
-    """
+    """The HTTP status code in an error, such as 429; None if the error contains none."""
     for key, value in iterate_json_leaves_with_lower_keys(error):
         if key not in ("code", "status", "status_code", "http_status"):
             continue

@@ -1,5 +1,5 @@
 """
-Evaluations: a judge's questions, and how scores are read from its replies or first tokens.
+A judge's questions, and the evaluations that are read from its replies or their first tokens.
 
 The rules that find a score in a reply's text are in judging/replies.py.
 """
@@ -26,13 +26,13 @@ class CriterionEvaluation(NamedTuple):
     """A judge's evaluation of one completion by one criterion."""
 
     score: float  # 1 to 5; nan if the reply is unreadable
-    mass: float  # the probability mass on the scores 1 to 5
+    mass: float  # the probability mass on the scores 1 to 5; for a decoded reply, 1 or 0
     reply: str  # the reply's text, or the likeliest first token
 
 
 def score_of_token_or_zero(token: str) -> int:
     """
-    The score from 1 to 5 that a token spells; 0 if the token spells none.
+    The score from 1 to 5 that a token spells, or 0 if it spells no score.
 
     A space, or a vocabulary's mark for a space, may precede the digit.
     """
@@ -60,11 +60,11 @@ def token_ids_by_score(tokenizer: Any) -> list[list[int]]:
 
 def evaluation_from_first_logprobs(first_logprobs: dict[str, float]) -> CriterionEvaluation:
     """
-    The expected score, and the probability mass on the scores 1 to 5.
+    The evaluation with the expected score and the probability mass on the scores 1 to 5.
 
-    first_logprobs: the log-probabilities of the likeliest first tokens, by the token's text. The
-    score is nan if the mass is below MIN_MASS, or if a server sent log-probabilities that are not
-    valid.
+    The score is nan if the mass is below MIN_MASS, or if a server sent invalid log-probabilities.
+
+    first_logprobs: the log-probabilities of the likeliest first tokens, by the token's text.
     """
     by_score = np.zeros(6)
     for token, logprob in first_logprobs.items():
@@ -81,10 +81,11 @@ def evaluation_from_first_logprobs(first_logprobs: dict[str, float]) -> Criterio
 
 def evaluation_from_reply(reply_text: str, was_cut: bool = False) -> CriterionEvaluation:
     """
-    The evaluation in a decoded reply. If the reply is readable, the mass is 1.
+    The evaluation in a decoded reply, with a mass of 1.
 
-    If the reply is unreadable, the score is nan and the mass is 0. was_cut: whether the reply ended
-    at its token limit.
+    If the reply is unreadable, the score is nan and the mass is 0.
+
+    was_cut: whether the reply ended at its token limit.
     """
     from judging import replies  # imported here because only mode `decode` needs it
 

@@ -1,9 +1,9 @@
 """
-The grader, which is the base class of all judges, and its cache of scores.
+`Grader`, the base class of all judges, and its cache of scores.
 
 This file uses no model. The local judge (judge.py) and the judge on a server
-(judging/remote_judge.py) are subclasses of `Grader`. Trainers call `Grader.score`, which asks each
-distinct question once and caches the scores.
+(judging/remote_judge.py) are subclasses of `Grader`. The trainer calls `Grader.score`, which asks
+each distinct question once and caches the scores.
 
 Axes: N completions, J criteria.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from judging.evaluations import CriterionEvaluation, CriterionQuestion
-from judging.rubrics import Source, load_rubric, rubric_reward
+from judging.rubrics import Source, load_rubric, weighted_sum_of_centered_scores
 
 # a larger fraction of unreadable evaluations than this triggers a warning
 UNREADABLE_WARNING_FRACTION = 0.2
@@ -32,19 +32,20 @@ NUM_TRIAL_EVALUATIONS = 24
 
 class Judgement(NamedTuple):
     """
-    The rewards and scores of N completions, and the cost of judging them. Unreadable scores are
-    nan.
+    The rewards and scores of N completions, and the cost of judging them.
+
+    Unreadable scores are nan.
     """
 
     rewards: np.ndarray  # (N,)
     scores: np.ndarray  # (N, J), from 1 to 5
     seconds: float
-    num_evaluations: int  # one evaluation scores one completion by one criterion
+    num_evaluations: int  # how many times the judge scored one completion by one criterion
 
     # the mean probability mass on the scores 1 to 5, or the readable fraction of decoded replies;
     # nan if there were no evaluations
     mass: float
-    num_cached: int  # how many scores came from the cache
+    num_cached: int  # how many distinct scores came from the cache
 
     @property
     def num_unreadable(self) -> int:
@@ -55,7 +56,7 @@ class ScoreCache:
     """
     Readable scores in order of arrival, by a digest of the judge, the rubric and the question.
 
-    The cache also counts the scores that were already taken for saving to a file.
+    The cache also counts the scores that `take_unsaved_records` has already returned.
     """
 
     def __init__(self) -> None:
@@ -106,13 +107,14 @@ class UnreadableCounter:
 
 class Grader:
     """
-    The base class of the local judge and the server's judge. A grader asks each distinct question
-    once, caches scores, and warns of unreadable scores. A subclass implements `scoring_digest` and
-    `score_questions`.
+    The base class of the local judge and of the judge on a server.
+
+    A grader asks each distinct question once, caches scores, and warns of unreadable scores. A
+    subclass implements `scoring_digest` and `score_questions`.
     """
 
-    # Whether scores cost money. If they do, each score is saved on arrival, and a resumed run keeps
-    # it.
+    # Whether scores cost money. If they do, each score is saved on arrival, so that a resumed run
+    # does not ask for it again.
     is_paid = False
     mode: str  # "logits" or "decode"
 
@@ -131,8 +133,7 @@ class Grader:
         self, questions: list[CriterionQuestion]
     ) -> Generator[tuple[int, CriterionEvaluation], None, None]:
         """
-        Yields the index and the evaluation of each question as soon as the evaluation arrives, in
-        any order.
+        Yields each question's index and evaluation as soon as it arrives, in any order.
 
         The questions must all be distinct.
         """
@@ -145,6 +146,7 @@ class Grader:
     def replace_cached_scores(self, records: list[dict[str, Any]]) -> None:
         """
         Replaces the cached scores with the scores in records that `take_unsaved_scores` returned.
+
         Raises ValueError if a record is malformed.
         """
         self.cache.replace_scores(records)
@@ -152,7 +154,7 @@ class Grader:
     def make_questions(
         self, prompt_completion_pairs: Iterable[tuple[str, str]]
     ) -> list[CriterionQuestion]:
-        """For each pair of a prompt and a completion, one question per criterion."""
+        """One question per criterion for each pair of a prompt and a completion, in their order."""
         columns = range(len(self.rubric.criteria))
         return [
             CriterionQuestion(prompt, completion, column)
@@ -162,14 +164,15 @@ class Grader:
 
     def score(self, prompts: Sequence[str], completions: Sequence[str]) -> Judgement:
         """
-        Judges N completions by J criteria. All ranks must call this method, because they share the
-        work.
+        Judges N completions by J criteria.
+
+        All ranks must call this method, because they share the work.
         """
         begin = time.perf_counter()
         pairs = list(zip(prompts, completions, strict=True))
-        # Equal completions are judged once. Different padding would change their scores by rounding
-        # errors, but equal completions of a group must get equal rewards. In a demo run, a quarter
-        # to two thirds of the rows repeat another row.
+        # Equal completions are judged once, because equal completions of a group must get equal
+        # rewards. If each were judged, different padding would change their scores by rounding
+        # errors. In a demo run, a quarter to two thirds of the rows repeat another row.
         distinct_questions = self.make_questions(dict.fromkeys(pairs))
         scoring_digest = self.scoring_digest()
         keys = {question: digest_of(scoring_digest, *question) for question in distinct_questions}
@@ -189,7 +192,7 @@ class Grader:
         if evaluations:
             mass = float(np.mean([evaluation.mass for evaluation in evaluations.values()]))
         return Judgement(
-            rewards=rubric_reward(table, self.rubric),
+            rewards=weighted_sum_of_centered_scores(table, self.rubric),
             scores=table,
             seconds=time.perf_counter() - begin,
             num_evaluations=len(evaluations),
@@ -201,7 +204,7 @@ class Grader:
         self, keys: dict[CriterionQuestion, str]
     ) -> dict[CriterionQuestion, float | None]:
         """The score of each question in rank 0's cache; None if a question has no cached score."""
-        # imported here because it imports MLX, which the rest of this file does not need
+        # imported here because machine.world imports MLX, which the rest of this file does not need
         from machine import world
 
         cached = world.compute_on_rank0(
@@ -213,20 +216,19 @@ class Grader:
         self, questions: list[CriterionQuestion], keys: dict[CriterionQuestion, str]
     ) -> dict[CriterionQuestion, CriterionEvaluation]:
         """
-        Evaluates questions on all ranks. In the result, the evaluations from this rank come first,
-        in order of arrival.
+        Evaluates questions on all ranks, and caches each readable score as soon as it arrives.
 
-        All questions about a prompt are evaluated on the same rank. Readable scores are cached as
-        soon as they arrive.
+        All questions about a prompt are evaluated on the same rank. In the result, the evaluations
+        from this rank come first, in order of arrival.
         """
         from machine import world
 
         if not questions:
             return {}
         evaluations: dict[CriterionQuestion, CriterionEvaluation] = {}
-        local_places = world.own_item_indices_by_key(question.prompt for question in questions)
-        if local_places:
-            local_questions = [questions[place] for place in local_places]
+        local_indices = world.own_item_indices_by_key(question.prompt for question in questions)
+        if local_indices:
+            local_questions = [questions[index] for index in local_indices]
             with contextlib.closing(self.score_questions(local_questions)) as arriving:
                 for number, evaluation in arriving:
                     question = local_questions[number]
@@ -235,7 +237,7 @@ class Grader:
                     if len(evaluations) == NUM_TRIAL_EVALUATIONS:
                         self._raise_if_none_readable(evaluations)
 
-        local: dict[int, Any] = {place: evaluations[questions[place]] for place in local_places}
+        local: dict[int, Any] = {index: evaluations[questions[index]] for index in local_indices}
         purpose = f"judge's {len(questions)} questions"
         gathered = world.gather_sorted_by_number(local, purpose)
         for question, fields in zip(questions, gathered, strict=True):
@@ -246,8 +248,9 @@ class Grader:
 
     def _cache_readable_score(self, key: str, score: float) -> None:
         """
-        Caches a readable score. An unreadable score is not cached, because the next attempt may be
-        readable.
+        Caches a score if it is readable.
+
+        An unreadable score is not cached, so that the judge is asked again.
         """
         if not math.isnan(score):
             self.cache.scores[key] = score
@@ -257,8 +260,9 @@ class Grader:
         self, evaluations: dict[CriterionQuestion, CriterionEvaluation]
     ) -> None:
         """
-        Raises ValueError if no score has been readable so far. evaluations: the evaluations that
-        the judge has made so far.
+        Raises ValueError if the cache has no score, because the judge gave none that is readable.
+
+        evaluations: the judge's evaluations so far.
         """
         if not self.cache.scores:
             raise ValueError(
@@ -270,8 +274,7 @@ class Grader:
         self, evaluations: dict[CriterionQuestion, CriterionEvaluation]
     ) -> None:
         """
-        Counts evaluations, and warns once, with an example, if too many evaluations of the run are
-        unreadable.
+        Counts evaluations. Warns once, with an example, if too many of the run are unreadable.
         """
         count = self.unreadable
         count.count_evaluations(evaluations.values())
@@ -299,8 +302,8 @@ class Grader:
             mass = f", with a probability of {evaluation.mass:.3f} on the digits 1 to 5"
             mode_advice = "--judge-mode decode, if the answers fit into the judge's context"
         return (
-            f"For example, asked about criterion {criterion.name!r} of the answer "
-            f"{question.completion[:80]!r} to {question.prompt[:80]!r}, "
+            f"For example, when asked to score the answer {question.completion[:80]!r} to "
+            f"{question.prompt[:80]!r} by the criterion {criterion.name!r}, "
             f"the judge replied {evaluation.reply[:160]!r}{mass}. "
             f"Try another --judge-model (docs/judge.md says which models can judge), "
             f"or {mode_advice}"

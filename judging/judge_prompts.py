@@ -2,8 +2,8 @@
 Builds a judge's prompts, as token ids for a local judge or as chat messages for a server.
 
 A local judge's prompt consists of segments that are encoded separately. Shared segments come first,
-so that a tree of prompts (judging/prompt_tree.py) computes each shared token only once. The text
-that is judged cannot close its section or imitate another role.
+so that a tree of prompts (judging/prompt_tree.py) computes each shared token only once. A question
+or an answer cannot close its own section of the prompt or imitate another role.
 """
 
 import re
@@ -35,8 +35,9 @@ def render_prompt_with_marks(tokenizer: Any, preamble: str, thinking: bool) -> s
     Renders a judge's prompt with marks in place of the question, the answer and the criterion.
 
     If the chat template refuses or drops a system message, the preamble goes at the beginning of
-    the user's message, and a console line says so. Raises ValueError if the template also refuses a
-    prompt without a system message.
+    the user's message, and a line on stderr says so.
+
+    Raises ValueError if the template also refuses a prompt without a system message.
     """
     messages = [{"role": "system", "content": preamble}, {"role": "user", "content": LAYOUT}]
     text = ""
@@ -56,7 +57,7 @@ def render_prompt_with_marks(tokenizer: Any, preamble: str, thinking: bool) -> s
     if preamble in merged_text:
         tqdm.write(
             "The judge's chat template takes no system message, "
-            "so the rubric's preamble is put at the beginning of the user's message.",
+            "so the user's message begins with the rubric's preamble.",
             file=sys.stderr,
         )
         return merged_text
@@ -113,8 +114,9 @@ class JudgePromptEncoder:
 
     def encode_trusted(self, text: str) -> list[int]:
         """
-        The token ids of a text written by Gwen or the rubric's author; control tokens keep their
-        meaning.
+        The token ids of a text by Gwen or the rubric's author.
+
+        Control tokens in the text keep their meaning.
         """
         return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -124,8 +126,9 @@ class JudgePromptEncoder:
 
     def encode_untrusted(self, text: str) -> list[int]:
         """
-        The token ids of a text in which control tokens such as "<|im_end|>", and tags such as
-        "</answer>", become plain characters.
+        The token ids of a text by a model or a user.
+
+        Control tokens such as "<|im_end|>", and tags such as "</answer>", become plain characters.
         """
         text = _TAG.sub("< ", text)
         ids = self._encode_without_special_tokens(text)
@@ -134,26 +137,20 @@ class JudgePromptEncoder:
             for token in {self.control[token_id] for token_id in unmarked_ids}:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
             ids = self._encode_without_special_tokens(text)
-        # drops control tokens that the tokenizer recognizes in other spellings
+        # drop control tokens that the tokenizer recognizes in other spellings
         return [token_id for token_id in ids if token_id not in self.control]
 
     def encode_question_segment(self, prompt: str) -> list[int]:
-        """The token ids between `head` and the answer, which all completions of a prompt share."""
+        """The token ids from the question to just before the answer."""
         return self.encode_untrusted(prompt) + self.middle
 
     def encode_answer_segment(self, completion: str) -> list[int]:
-        """
-        The token ids between the question and the criterion, which all criteria of a completion
-        share.
-        """
+        """The token ids from the answer to the end of what all criteria share."""
         return self.encode_untrusted(completion) + self.shared_tail
 
 
 def shared_proper_prefix_length(token_rows: Sequence[Sequence[int]]) -> int:
-    """
-    The number of leading token ids that all rows share, at most the shortest row's length minus
-    one.
-    """
+    """The number of leading ids that all rows share, less than the shortest row's length."""
     most = max(0, min(map(len, token_rows)) - 1)
     for length in range(most):
         if len({row[length] for row in token_rows}) > 1:

@@ -1,7 +1,7 @@
 """
-Loads human labels, which are scores that people gave, and measures how well a judge agrees.
+Loads labels, which are scores that people gave, and measures how well a judge agrees with them.
 
-The command that uses this file is judge.py. How a judge scores answers is in judging/grader.py.
+judge.py is the command that uses this file. judging/grader.py scores the answers.
 """
 
 import re
@@ -25,13 +25,14 @@ def load_labels(path: str | Path, rubric: Rubric) -> pd.DataFrame:
     """
     Loads the labels in a JSONL file as a table with prompt, completion, criterion and score.
 
-    Raises ValueError if the file has no labels, or if a line is invalid; the message names this
+    Raises ValueError if the file has no labels, or if a line is invalid. The message names the
     line.
     """
     file_flag = f"--labels {path}"
     labels = []
-    for place, record in parse_jsonl_records(file_flag, read_text(path, file_flag, 1000).encode()):
-        check_label(f"{file_flag}, {place}", record, rubric)
+    content = read_text(path, file_flag, 1000).encode()
+    for line_name, record in parse_jsonl_records(file_flag, content):
+        check_label(f"{file_flag}, {line_name}", record, rubric)
         labels.append(record)
     if not labels:
         raise ValueError(
@@ -54,7 +55,7 @@ def check_label(line_name: str, record: Any, rubric: Rubric) -> None:
     if re.search("[\ud800-\udfff]", record["prompt"] + record["completion"]):
         raise ValueError(
             f"{line_name}: the text contains half of a surrogate pair, which is not a character; "
-            f"remove it"
+            "remove it"
         )
     names = [criterion.name for criterion in rubric.criteria]
     if record["criterion"] not in names:
@@ -73,9 +74,8 @@ def agreement_report(labels: pd.DataFrame, judge_scores: np.ndarray) -> str:
     """
     A report that compares a judge's scores with human labels.
 
-    The report lists agreement and rank correlation for each criterion, followed by a confusion
-    table. An unreadable score counts as disagreement, but is left out of Spearman's rank
-    correlation.
+    The report lists agreement and Spearman's rank correlation for each criterion, followed by a
+    confusion table. An unreadable score counts as disagreement, but is left out of the correlation.
 
     judge_scores: the judge's score for each row of `labels`; nan if the score is unreadable.
     """
@@ -93,8 +93,10 @@ def agreement_report(labels: pd.DataFrame, judge_scores: np.ndarray) -> str:
 
 def format_agreement_line(row_name: str, scores: pd.DataFrame) -> str:
     """
-    One line of the report: a name, the number of labels, the fraction of equal scores, the fraction
-    of scores within one, and the rank correlation.
+    One line of the report, with the columns of the report's header.
+
+    The columns are the name, the number of labels, the fraction of judge's scores that equal the
+    label, the fraction that differ by at most one, and the rank correlation.
     """
     difference = (scores.rounded - scores.score).abs()
     same = (difference == 0).mean()
@@ -107,8 +109,9 @@ def format_agreement_line(row_name: str, scores: pd.DataFrame) -> str:
 
 def confusion_table(scores: pd.DataFrame) -> pd.DataFrame:
     """
-    A table of counts with one row for each label from 1 to 5, and one column for each score that
-    the judge may give.
+    A table of counts with a row for each label from 1 to 5, and a column for each judge's score.
+
+    The last column counts unreadable scores.
     """
     rounded = scores.rounded.fillna(UNREADABLE)
     counts = pd.crosstab(scores.score.rename("labelled"), rounded.rename("judged"))
@@ -117,9 +120,7 @@ def confusion_table(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def judge_and_report_agreement(grader: Grader, labels: pd.DataFrame) -> str:
-    """
-    Lets a judge score the labelled answers, and returns a report that compares scores and labels.
-    """
+    """Lets a judge score the labelled answers. Returns a report that compares scores and labels."""
     names = [criterion.name for criterion in grader.rubric.criteria]
     columns = [names.index(name) for name in labels.criterion]
     scores = grader.score(list(labels.prompt), list(labels.completion)).scores

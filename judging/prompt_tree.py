@@ -1,10 +1,9 @@
 """
-Computes the hidden states of prompts that share beginnings, as a tree of token runs. Each run of
-tokens is computed only once.
+Computes the hidden states at the ends of prompts that share beginnings.
 
-This file does not depend on the content of the prompts (judging/judge_prompts.py), or on how scores
-are read at the ends of the prompts (judge.py). The cache of keys and values is in
-layers/tree_cache.py.
+The prompts form a tree of token runs, in which each run is computed only once. The caller splits
+the prompts into runs (judging/judge_prompts.py) and reads a value at the end of each prompt
+(judge.py). The cache of keys and values is in layers/tree_cache.py.
 
 Axes: N prompts, M rows of a batch, L positions of a level, C hidden.
 """
@@ -22,13 +21,14 @@ import gwen
 from layers.tree_cache import TreeCache
 from machine import memory
 
-# the maximum fraction of padding in a batch; rows that would need more go into a later batch
+# the maximum padding in a batch, as a fraction of its tokens; longer rows go into a later batch
 MAX_PADDING = 0.1
 
 T = TypeVar("T")
 Prompt = tuple[tuple[int, ...], ...]  # a prompt's token ids, split into runs
 
-# a function of the hidden states at the ends of M prompts, (M, C), and the cache; returns M values
+# a function that returns M values, given the cache and the hidden states (M, C) at the ends of M
+# prompts
 Read = Callable[[mx.array, TreeCache], Sequence[T]]
 
 
@@ -43,24 +43,28 @@ class TokenRunNode(NamedTuple):
 
 def make_first_run_nodes(cache_row: int, prompts: dict[int, Prompt]) -> list[TokenRunNode]:
     """
-    The nodes that continue one row of the cache. Prompts with the same first run share a node,
-    unless this is their last run. prompts: the prompts by index.
+    The nodes for the first runs of prompts that continue one row of the cache.
+
+    Prompts with the same first run share a node, unless this is their last run.
+
+    prompts: the prompts by index.
     """
     nodes: dict[object, TokenRunNode] = {}
-    for place, (ids, *rest) in prompts.items():
-        key = ids if rest else place
+    for index, (ids, *rest) in prompts.items():
+        key = ids if rest else index
         node = nodes.setdefault(key, TokenRunNode(cache_row, ids, {}))
-        node.rests[place] = tuple(rest)
+        node.rests[index] = tuple(rest)
     return list(nodes.values())
 
 
 class PromptTree:
     """
-    Computes prompts that all begin with the same tokens, `head`. The head is computed once, so the
-    model's weights must not change.
+    Computes prompts that all begin with the same tokens, `head`.
+
+    The head is computed only once, so the model's weights must not change.
 
     chunk_size: the maximum number of prompts whose ends are computed together.
-    name: the word that begins messages about memory, such as "judge".
+    name: the word with which messages about memory begin, such as "judge".
     """
 
     def __init__(self, model: gwen.Model, head: Sequence[int], chunk_size: int, name: str):
@@ -95,8 +99,9 @@ class PromptTree:
         """
         Yields each prompt's index and the value that `read_at_ends` returns for this prompt.
 
-        If memory runs out, the remaining prompts are computed in smaller chunks. prompts: the
-        prompts by index, without the head; all prompts have the same number of runs.
+        If memory runs out, the remaining prompts are computed in smaller chunks.
+
+        prompts: the prompts by index, without the head. All have the same number of runs.
 
         Raises ValueError if there is not enough memory for a single prompt.
         """
@@ -111,9 +116,9 @@ class PromptTree:
             while results := memory.try_within_memory(next, chunks, ()):
                 chunk = results[0]
                 assert chunk, f"{len(remaining)} prompts were not read"
-                for place, value in chunk:
-                    del remaining[place]
-                    yield place, value
+                for index, value in chunk:
+                    del remaining[index]
+                    yield index, value
                 if not remaining:
                     return
             if self.chunk.rows == 1:
@@ -134,10 +139,12 @@ class PromptTree:
         self, cache: TreeCache, nodes: list[TokenRunNode], max_ends: int, read_at_ends: Read[T]
     ) -> Iterator[list[tuple[int, T]]]:
         """
-        Computes nodes that continue `cache`, and all nodes below them. Yields lists of pairs, each
-        with a prompt's index and the value that `read_at_ends` returns for the prompt.
+        Computes nodes that continue `cache`, and all nodes below them.
 
-        The rows of a batch have similar lengths, and at most one chunk of prompts ends below them.
+        Yields, for each batch of prompts, a list of pairs: a prompt's index, and the value that
+        `read_at_ends` returns for the prompt. The rows of a batch have similar lengths, and at most
+        `self.chunk.rows` prompts end below them.
+
         max_ends: the maximum number of prompts that end below one row.
         """
         waiting = sorted(nodes, key=lambda node: len(node.ids))
@@ -157,13 +164,12 @@ class PromptTree:
                 values = read_at_ends(select_last_hidden(hidden, lengths), child)
                 self.chunk.record_success()
                 yield [
-                    (place, value)
+                    (index, value)
                     for node, value in zip(batch, values, strict=True)
-                    for place in node.rests
+                    for index in node.rests
                 ]
             else:
-                # MLX never evaluates `hidden` here, so the last layer computes only keys and
-                # values.
+                # `hidden` is not used here, so the last layer computes only keys and values
                 mx.eval(child.arrays())
                 children: list[TokenRunNode] = []
                 for row, node in enumerate(batch):
@@ -174,8 +180,9 @@ class PromptTree:
         self, cache: TreeCache, token_rows: Sequence[Sequence[int]]
     ) -> mx.array:
         """
-        The hidden states of rows of token ids, which continue the cache, (M, L, C). Rows are padded
-        on the right.
+        The hidden states (M, L, C) of rows of token ids that continue the cache.
+
+        Rows are padded on the right. The cache is extended.
         """
         length = max(1, *map(len, token_rows))
         self.num_tokens += len(token_rows) * length
@@ -194,8 +201,9 @@ def select_last_hidden(hidden: mx.array, lengths: list[int]) -> mx.array:
 
 def choose_batch_size(ascending_lengths: list[int], max_rows: int) -> int:
     """
-    How many of the shortest rows fit into one batch with little padding. ascending_lengths: the
-    rows' lengths in ascending order.
+    How many of the shortest rows fit into one batch with little padding.
+
+    ascending_lengths: the rows' lengths in ascending order.
     """
     num_tokens = 0
     for size, length in enumerate(ascending_lengths[:max_rows], 1):

@@ -25,17 +25,18 @@ from machine import alive
 
 FLAGS = ServerSettingNames("--judge-url", "--judge-model", "JUDGE_API_KEY", "--judge-think")
 # The maximum number of tokens in a reply, not counting thoughts. This is enough for a judge that
-# explains its score first; a judge that does not explain stops early.
+# explains its score first. A judge that does not explain its score stops early.
 REPLY_TOKENS = 256
-# How many of the likeliest first tokens are requested. All servers of this protocol allow this
-# number, and it is enough for five digits in two spellings each.
+# How many of the likeliest first tokens are requested. All servers of this protocol allow 10, and
+# 10 are enough for five digits in two spellings each.
 TOP_LOGPROBS = 10
 
 
 class RemoteJudge(Grader):
     """
-    A judge whose model runs on the server at `--judge-url`. key: the server's bearer token, or
-    None.
+    A judge whose model runs on the server at `--judge-url`.
+
+    key: the bearer token for the server, or None.
     """
 
     is_paid = True
@@ -72,9 +73,9 @@ class RemoteJudge(Grader):
         replies = contextlib.closing(self.server.send_chat_requests(bodies))
         bar = alive.Bar(total=len(bodies), desc="judging", unit="evaluation")
         with replies as arriving, bar as progress:
-            for place, reply in arriving:
+            for index, reply in arriving:
                 progress.update()
-                yield place, self._read_evaluation(reply)
+                yield index, self._read_evaluation(reply)
 
     def _make_request_body(self, question: CriterionQuestion) -> dict[str, Any]:
         criterion = self.rubric.criteria[question.criterion]
@@ -90,13 +91,14 @@ class RemoteJudge(Grader):
 
     def _read_evaluation(self, reply: ChatReply) -> CriterionEvaluation:
         """
-        The evaluation in a server's reply. If the server sent no text, the evaluation's `reply`
-        says why there is no text.
+        The evaluation in a server's reply.
+
+        If the server sent no text, the evaluation's `reply` says why there is no text.
 
         Raises ValueError if the mode is `logits` and the server returns no log-probabilities.
         """
         if self.mode == "logits":
-            # A reply without text ended at once, or was filtered by the server.
+            # a reply without text ended at once, or was filtered by the server
             if not reply.first_logprobs and reply.text:
                 raise ValueError(
                     f"--judge-url {self.server.url} returns no log-probabilities; "

@@ -1,13 +1,13 @@
 """
-Reads the score from 1 to 5 in a judge's reply. docs/judge.md has an example for each rule.
+Reads the score from 1 to 5 in a judge's reply. docs/judge.md gives an example of each rule.
 
 `read_score` tries these rules in order: a labelled score, a number that opens the reply, a weakly
 labelled score, a line with a name and a number, a verdict in a sentence, and a lone number. The
 first rule that applies decides, even if the number that it finds is not a score. Each rule is a
 function.
 
-This file does not cover thoughts that a server sends separately (judging/server.py), or the first
-tokens in mode `logits` (judging/evaluations.py).
+judging/server.py handles thoughts that a server sends separately from the reply.
+judging/evaluations.py computes scores from the first tokens in mode `logits`.
 """
 
 import json
@@ -33,10 +33,10 @@ def compile_multiline_ignoring_case(pattern: str) -> re.Pattern[str]:
 
 def make_label_regex(labels: str) -> str:
     """
-    A pattern that matches any of the labels. A label must be a whole word if its script has spaces
-    between words.
+    A pattern that matches any of the labels, which are separated by spaces.
 
-    Some German labels may also be the end of a compound word.
+    A label must be a whole word if its script has spaces between words. Some German labels may also
+    be the end of a compound word.
     """
     names = sorted(map(re.escape, labels.split()), key=len, reverse=True)
     unspaced = [name for name in names if re.search(CJK, name)]
@@ -77,9 +77,8 @@ LABEL_AT_START = compile_multiline_ignoring_case(
 WEAK_LABEL = compile_multiline_ignoring_case(
     rf"(?P<label>{WEAK}){QUALIFIER}[ \w\"']{{0,20}}?(?:{COLON}|{DASH}|\s+(?:{words.IS})\s)"
 )
-IN_BRACKETS = compile_multiline_ignoring_case(
-    rf"\[\[\s*{VALUE}\s*\]\]"
-)  # the format for which MT-Bench asks
+# the format that MT-Bench asks for
+IN_BRACKETS = compile_multiline_ignoring_case(rf"\[\[\s*{VALUE}\s*\]\]")
 OF_OTHERS = compile_multiline_ignoring_case(
     r"(?:max|maximum|min|minimum|possible|highest|lowest|previous|perfect)[\s_-]+$"
 )
@@ -93,9 +92,8 @@ LISTED_NUMBER = compile_multiline_ignoring_case(
     rf"({NUMBER}){UNIT}[ \t]*(?=$|[\n.,;:!?)\]])"
 )
 NUMBER_ON_NEXT_LINE = compile_multiline_ignoring_case(rf"\s*\n\s*({NUMBER}){UNIT}\s*(?=$|\n)")
-UNFINISHED = compile_multiline_ignoring_case(
-    r"\s*/|[+\u00bd]|-\s*(?:$|\n)"
-)  # the end of "4/", "4+" or "4-"
+# the end of "4/", "4+" or "4-"
+UNFINISHED = compile_multiline_ignoring_case(r"\s*/|[+\u00bd]|-\s*(?:$|\n)")
 MAY_FOLLOW = compile_multiline_ignoring_case(
     r"\s*$|\s*\n|\s*[.,:;!?)\]}\"'\u201d\u00bb>|(\[\u2013\u2014-]"
     rf"|\s+(?:{words.AFTER_A_SCORE})(?!\w)"
@@ -153,30 +151,31 @@ def remove_thoughts(reply: str) -> str:
     An explanation in tags is removed too. If the explanation is never closed, everything after its
     opening tag is removed.
 
-    `strip_thoughts` in rewards/statements.py keeps only the text after the last closing tag,
-    because a completion ends with its answer. In contrast, a judge may write the score before an
-    explanation.
+    Unlike this function, `strip_thoughts` in rewards/statements.py keeps only the text after the
+    last closing tag, because a completion ends with its answer. A judge may write the score before
+    an explanation.
     """
     parts = []
-    place = 0
-    while opening := OPENING_OF_THOUGHT.search(reply, place):
+    position = 0
+    while opening := OPENING_OF_THOUGHT.search(reply, position):
         closing = END_OF_THOUGHT.search(reply, opening.end())
         if closing is None and not opening["explanation"]:
             return ""
-        parts.append(reply[place : opening.start()])
-        place = closing.end() if closing else len(reply)
-    parts.append(reply[place:])
+        parts.append(reply[position : opening.start()])
+        position = closing.end() if closing else len(reply)
+    parts.append(reply[position:])
     answer = "".join(parts)
 
-    # Some chat templates open the thought themselves, so the reply contains only its closing tag.
+    # some chat templates open the thought themselves, so the reply contains only its closing tag
     last_end = max((closing.end() for closing in END_OF_THOUGHT.finditer(answer)), default=0)
     return answer[last_end:]
 
 
 def remove_markup_and_normalize(reply: str) -> str:
     """
-    The reply without markup, with unusual digits and signs replaced by ASCII. The middle of a long
-    reply is dropped.
+    The reply without markup, and with unusual digits and signs replaced by ASCII.
+
+    The middle of a long reply is dropped.
     """
     text = reply.strip()
     if len(text) > 2 * LONGEST:
@@ -208,7 +207,7 @@ def remove_markup_and_normalize(reply: str) -> str:
         r"^[ \t]*(?:#+|>[ \t]|[-+\u2022\u00b7][ \t]|\|)[ \t]*", "", text, flags=re.MULTILINE
     )
     text = re.sub(r"<\|[^<>|\n]{1,30}\|>", " ", text)
-    # removes the Korean or Japanese word for "is", which may follow a number
+    # remove the Korean or Japanese word for "is", which may follow a number
     text = re.sub(words.POLITE_IS, "", text.replace("。", "."))
     text = re.sub(rf"(?<={CJK})(?=\d)|(?<=\d)(?={CJK})", " ", text)
     text = WHOLE_FIRST.sub(r"\g<number>/5 ", text)
@@ -216,16 +215,14 @@ def remove_markup_and_normalize(reply: str) -> str:
 
 
 def remove_scale_descriptions(text: str) -> str:
-    """
-    The text without descriptions of the scale, such as "on a scale from 1 (worst) to 5 (best)".
-    """
+    """The text without phrases such as "on a scale from 1 (worst) to 5 (best)"."""
     return OPENING_SCALE.sub("", FROM_1_TO_5.sub("", text)).strip()
 
 
 # ---- numbers
 
 
-class NumberInReply(NamedTuple):
+class ScoreAndEndOfNumber(NamedTuple):
     """A number in a judge's reply."""
 
     score: int | None  # 1 to 5; None if the number is not a score
@@ -239,9 +236,7 @@ def parse_number_or_word(text: str) -> float:
 
 
 def is_followed_by_other_number(text: str, number_match: re.Match[str]) -> bool:
-    """
-    Whether a different number follows directly after the matched number, as in "3-4" or "3, 4".
-    """
+    """Whether a different number directly follows the matched number, as in "3-4" or "3, 4"."""
     number = parse_number_or_word(number_match["number"])
     for pattern in (JOINED_NUMBER, LISTED_NUMBER, NUMBER_ON_NEXT_LINE):
         next_number = pattern.match(text, number_match.end())
@@ -252,8 +247,9 @@ def is_followed_by_other_number(text: str, number_match: re.Match[str]) -> bool:
 
 def score_from_number_match(text: str, number_match: re.Match[str]) -> int | None:
     """
-    The score in a match of `VALUE`: an integer from 1 to 5, optionally followed by "out of 5". None
-    if the number is not a score.
+    The score in a match of `VALUE`, or None if the number is not a score.
+
+    A score is an integer from 1 to 5, which "out of 5" may follow.
     """
     number = parse_number_or_word(number_match["number"])
     scale = parse_number_or_word(number_match["scale"]) if number_match["scale"] else 5
@@ -266,44 +262,46 @@ def score_from_number_match(text: str, number_match: re.Match[str]) -> int | Non
     return int(number)
 
 
-def number_at(text: str, position: int) -> NumberInReply | None:
-    """The number that begins at a position in a text; None if no number begins there."""
+def number_at(text: str, position: int) -> ScoreAndEndOfNumber | None:
+    """The number at `position`, or after a quote or an article there; None if there is none."""
     value = OPENED_VALUE.match(text, position)
-    return NumberInReply(score_from_number_match(text, value), value.end()) if value else None
+    return ScoreAndEndOfNumber(score_from_number_match(text, value), value.end()) if value else None
 
 
-# ---- rules: each rule returns a list of the scores that it finds, with None for a number that is
-# not a score. A rule that does not apply returns an empty list.
+# ---- rules
 
+# What a rule finds: a score from 1 to 5, or None, for each number to which the rule applies. The
+# list is empty if the rule does not apply.
 Scores = list[int | None]
 
 
 class JsonObjectPairs(list[tuple[str, Any]]):
     """
-    The keys and values of a JSON object as pairs. A key that occurs twice in the object has two
-    pairs.
+    The keys and values of a JSON object as pairs.
+
+    A key that occurs twice in the object has two pairs.
     """
 
 
 def iterate_json_objects(text: str) -> Iterator[JsonObjectPairs]:
     """Yields the outermost JSON objects in a text."""
     decoder = json.JSONDecoder(object_pairs_hook=JsonObjectPairs)
-    place = text.find("{")
-    while place >= 0:
+    position = text.find("{")
+    while position >= 0:
         try:
-            content, end = decoder.raw_decode(text, place)
+            content, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
-            end = place + 1
+            end = position + 1
         else:
             yield content
-        place = text.find("{", end)
+        position = text.find("{", end)
 
 
 def iterate_keyed_leaves(json_value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """
     Yields every number, string, boolean and null in a JSON value, each with its key.
 
-    If the key inside an object is `value` or `number`, the object's own key is used instead.
+    If the key is `value` or `number`, the key of the surrounding object is used instead.
     """
     if isinstance(json_value, JsonObjectPairs):
         for name, inner in json_value:
@@ -328,9 +326,9 @@ def score_from_json_value(json_value: Any) -> int | None:
 
 def scores_in_json(reply: str) -> Scores:
     """
-    Rule: the score is the value of a JSON object's key `score`, `rating` or a similar label.
+    Rule: the score is the value of the key `score`, `rating` or a similar label in a JSON object.
 
-    If no JSON object has such a key, the score is the only number in the objects.
+    Without such a key, the score is the number in the JSON objects, if they contain only one.
     """
     labelled: Scores = []
     overall: Scores = []
@@ -355,28 +353,28 @@ def labelled_scores(text: str) -> Scores:
     Rule: the score is the number after `score`, `rating` or a similar label in any language.
 
     A number in double brackets, such as [[4]], is a score too. An overall score takes precedence
-    over other scores. A label that is followed by words is ignored if another label is followed by
-    a number.
+    over other scores. If a number follows one label and words follow another, only the number
+    counts.
     """
     plain: Scores = []
     overall: Scores = []
     has_words = False
     # positions of the labels already read, since several patterns may match one label
-    places = set()
+    positions_read = set()
     for pattern in (LABEL_AND_COLON, LABEL_AND_IS, LABEL_AT_START):
         for label in pattern.finditer(text):
-            place = label.start("label")
-            before = text[:place]
+            position = label.start("label")
+            before = text[:position]
             free = label["free"] if pattern is LABEL_AND_COLON else ""
             is_other = re.search(rf"\b(?:{words.NO_LABEL})\b", free, re.IGNORECASE)
-            if place in places or is_other or OF_OTHERS.search(before):
+            if position in positions_read or is_other or OF_OTHERS.search(before):
                 continue
             value = number_at(text, label.end())
             if pattern is not LABEL_AND_COLON and (
                 value is None or not MAY_FOLLOW.match(text, value.end)
             ):
                 continue
-            places.add(place)
+            positions_read.add(position)
             if value is None:
                 has_words = True
             elif ENDS_IN_OVERALL.search(before) or ENDS_IN_OVERALL.match(label["label"]):
@@ -390,7 +388,7 @@ def labelled_scores(text: str) -> Scores:
 
 def weakly_labelled_scores(text: str) -> Scores:
     """
-    Rule: the score is the number after a weak label, if the statement ends after the number.
+    Rule: the score is the number after a weak label, if the number may end the statement.
 
     A weak label is a word with other meanings besides a score, such as `note`, `grade` or `answer`.
     """
@@ -406,8 +404,9 @@ def weakly_labelled_scores(text: str) -> Scores:
 
 def opening_scores(text: str, was_cut: bool) -> Scores:
     """
-    Rule: the score is the number that opens the reply, unless this number counts things or list
-    items.
+    Rule: the score is the number that opens the reply.
+
+    The rule does not apply if the number counts things or numbers the items of a list.
     """
     value = number_at(text, 0)
     if value is None or not MAY_FOLLOW.match(text, value.end):
@@ -418,9 +417,7 @@ def opening_scores(text: str, was_cut: bool) -> Scores:
 
 
 def scores_after_names_with_colon(text: str) -> Scores:
-    """
-    Rule: the score is the number after a name and a colon or equals sign, as in "Scrutiny = 4".
-    """
+    """Rule: the score is the number after a name and a colon or "=", as in "Scrutiny = 4"."""
     scores: Scores = []
     for line in NAMED_NUMBER.finditer(text):
         is_other = re.search(rf"\b(?:{words.NO_NAME})s?\b", line["name"], re.IGNORECASE)
@@ -448,8 +445,9 @@ def scores_in_verdicts(text: str) -> Scores:
 
 def scores_of_lone_numbers(text: str) -> Scores:
     """
-    Rule: the score is the reply's only number, if it is alone in the reply or in its line, or is
-    followed by "out of 5".
+    Rule: the score is the reply's only number.
+
+    The number must be alone in the reply or on its line, or "out of 5" must follow the number.
     """
     values = list(re.finditer(VALUE, text, re.IGNORECASE))
     if not re.search(r"\w", re.sub(VALUE, "", text, flags=re.IGNORECASE)):

@@ -1,5 +1,5 @@
 """
-Rubrics: loads the criteria by which a judge scores completions, and turns scores into rewards.
+Loads rubrics, the criteria by which a judge scores completions, and turns scores into rewards.
 
 Axes: N completions, J criteria.
 """
@@ -30,16 +30,17 @@ class Rubric(NamedTuple):
     criteria: list[Criterion]
 
 
-# the path of a YAML file, the content of the file, or a loaded rubric
+# the path of a YAML file, the content of such a file, or a loaded rubric
 Source = str | Path | dict[str, Any] | Rubric
 
 
 def load_rubric(source: Source) -> Rubric:
     """
-    Loads a rubric from a YAML file, or from the content of such a file: `criteria`, and optionally
-    a `preamble`.
+    Loads a rubric from a YAML file or from the content of such a file.
 
-    Raises ValueError if the content is not a valid rubric; the message says what is wrong.
+    The content has a list `criteria`, and may have a text `preamble`.
+
+    Raises ValueError if the content is not a valid rubric. The message says what is wrong.
     """
     if isinstance(source, Rubric):
         return source
@@ -52,8 +53,8 @@ def load_rubric(source: Source) -> Rubric:
     entries = content.get("criteria") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ValueError(
-            f"{name} has no criteria; add a list `criteria`; each item needs a name, a weight and "
-            f"a text"
+            f"{name} has no criteria; add a list `criteria`, in which each item has a name, a "
+            "weight and a text"
         )
     unknown_keys = content.keys() - {"preamble", "criteria"}
     if unknown_keys:
@@ -77,15 +78,15 @@ def read_criterion_entry(entry_label: str, entry: Any) -> Criterion:
     """
     Reads one criterion from an entry in a rubric's list of criteria.
 
-    entry_label: the name of the entry in error messages. Raises ValueError if a key is missing,
-    unknown or wrong.
+    entry_label: the name of the entry in error messages.
+
+    Raises ValueError if a key is missing or unknown, or if a value is wrong.
     """
     if not _is_valid_criterion_entry(entry):
         raise ValueError(
-            f"{entry_label} is {reprlib.repr(entry)}; write exactly a name, a text (both in quotes "
-            f"where  "
-            "YAML would not read a string) and a weight other than 0 and below a million; "
-            "if 5 is the worst score, set `reverse: true` and a weight above 0"
+            f"{entry_label} is {reprlib.repr(entry)}; write exactly a name, a text and a weight "
+            "other than 0 and below a million; put a name or text in quotes if YAML would not read "
+            "it as a string; if 5 is the worst score, add `reverse: true`, with a weight above 0"
         )
     reverse = entry.get("reverse", False)
     return Criterion(entry["name"], float(entry["weight"]), entry["text"], reverse)
@@ -98,14 +99,14 @@ def _is_valid_criterion_entry(entry: Any) -> bool:
         if not isinstance(text, str) or not text.strip():
             return False
     weight = entry["weight"]
-    # this chain of comparisons also refuses nan
+    # these comparisons also refuse nan
     if type(weight) not in (int, float) or not 0 < abs(weight) < 1e6:
         return False
     reverse = entry.get("reverse", False)
     return type(reverse) is bool and not (reverse and weight < 0)
 
 
-def rubric_reward(scores: np.ndarray, rubric: Rubric) -> np.ndarray:
+def weighted_sum_of_centered_scores(scores: np.ndarray, rubric: Rubric) -> np.ndarray:
     """
     The sum over all criteria of weight * (score - 3) / 2, (N, J) -> (N,).
 

@@ -4,11 +4,11 @@ A client for OpenAI-compatible servers: sends several requests for chat completi
 Each request has a time limit, and each reply has a size limit. Redirects are not followed. A
 request is repeated if the server is unreachable or the reply is cut off. If the server is busy
 (judging/busy.py), all requests pause, and afterwards half as many run at once. If the server
-refuses a setting, the setting is dropped or renamed. If the server refuses a system message, its
-text is moved into the user's message. A console line reports most of these changes.
+refuses a setting, the setting is dropped or renamed. If the server refuses a system message, the
+message's text is moved into the user's message. Lines on stderr report most of these changes.
 
-This file does not cover what requests contain or what replies mean (judging/remote_judge.py,
-evaluation/served_policy.py).
+judging/remote_judge.py and evaluation/served_policy.py decide what to request, and read the
+replies.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)
 PATIENCE = 600.0  # after this many seconds of pauses without a reply, the run ends
 LONGEST_WAIT = 3600.0  # seconds; if a server asks for a longer wait, the run ends
 LONGEST_PAUSE = 60.0  # the maximum number of seconds between two tries
-SHORTEST_PRINTED_PAUSE = 5.0  # seconds; a shorter pause is not reported
+SHORTEST_PRINTED_PAUSE = 5.0  # seconds; no line is printed about a shorter pause
 GROW_AFTER = 32  # after this many replies, one more request may run at once
 MIN_TOKENS_PER_SECOND = 1  # a request to a slower server times out
 MAX_REPLY_BYTES = 10**7  # a normal reply has thousands of bytes
 TEMPLATE_SETTINGS = "chat_template_kwargs"  # the request's settings for the server's chat template
 
-# settings outside the protocol; a setting that the server refuses is not sent again
+# settings outside the protocol; if the server refuses one, it is not sent again
 OPTIONAL_SETTINGS = (TEMPLATE_SETTINGS, "top_k", "min_p")
 # two names for the same setting, the maximum number of tokens in a reply
 MAX_TOKENS = "max_tokens"
@@ -59,7 +59,7 @@ ABOUT_ROLES = re.compile(r"system|role|template|jinja", re.IGNORECASE)
 
 
 class ServerSettingNames(NamedTuple):
-    """The names of a server's flags and environment variable, as messages show them."""
+    """What messages call the settings of a server: flags and an environment variable."""
 
     url: str
     model: str
@@ -71,12 +71,13 @@ class ChatReply(NamedTuple):
     """A model's reply to one request, or the reason why there is no reply."""
 
     text: str
-    # log-probabilities of the likeliest first tokens, by the token's text; empty if not returned
+    # log-probabilities of the likeliest first tokens, by the token's text; empty if the server sent
+    # none
     first_logprobs: dict[str, float]
     # why there is no reply: the prompt is too long, or the server sent no chat completion
     problem: str = ""
     thought: str = ""  # the model's thought, if the server returns it separately
-    finish_reason: str = "stop"  # or "length"
+    finish_reason: str = "stop"  # "stop", or "length" if the reply reached its token limit
     prompt_tokens: int | None = None  # None if the server does not say
 
 
@@ -90,9 +91,7 @@ class RequestOutcome(NamedTuple):
 
 
 def merge_system_into_user_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """
-    Returns the messages with the text of a leading system message moved into the user's message.
-    """
+    """Returns the messages, with a leading system message's text moved into the next message."""
     if not messages or messages[0]["role"] != "system":
         return list(messages)
     system, user, *rest = messages
@@ -159,10 +158,11 @@ class RequestLimiter:
         self.state_changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
-    async def wait_for_slot(self) -> AsyncIterator[int]:
+    async def hold_slot_and_yield_num_pauses(self) -> AsyncIterator[int]:
         """
-        Waits until another request may run, and counts it as running. Yields the number of pauses
-        so far.
+        Waits until another request may run, and counts it as running inside the context.
+
+        Yields the number of pauses so far.
         """
         async with self.state_changed:
             await self.state_changed.wait_for(
@@ -179,9 +179,7 @@ class RequestLimiter:
     async def pause_and_lower_limit(
         self, seconds: float, sleep: Callable[[float], Awaitable[None]]
     ) -> None:
-        """
-        Pauses all requests that have not been sent. The first pause after a reply halves the limit.
-        """
+        """Pauses all requests not yet running. The first pause after a reply halves the limit."""
         self.limit = self.limit_after_pause
         self.num_pauses += 1
         self.num_pauses_without_reply += 1
@@ -213,7 +211,8 @@ class Endpoint:
     tokens: the maximum number of tokens in a reply; more tokens mean a longer time limit.
     may_adapt: whether requests may be changed if the server refuses a system message or a
     temperature.
-    sleep, now: the functions that wait and that return the time.
+    sleep: a function that waits for a number of seconds.
+    now: a function that returns the time in seconds since 1970.
 
     Raises ValueError if the URL or the key is malformed.
     """
@@ -269,8 +268,8 @@ class Endpoint:
 
         request_bodies: for each request, a dictionary with `messages` and the protocol's settings.
 
-        If a request is refused, or still fails after all retries, this raises ValueError and sends
-        no further requests.
+        Raises ValueError, and sends no further requests, if a request is refused or still fails
+        after all retries.
         """
         replies = self._yield_replies(
             [{"model": self.model, "stream": False} | body for body in request_bodies]
@@ -300,10 +299,10 @@ class Endpoint:
 
             async def send_waiting_requests() -> None:
                 while waiting:
-                    place, body = waiting.popleft()
+                    index, body = waiting.popleft()
                     try:
                         reply = await self._send_with_retries(client, pace, body)
-                        arrived.put_nowait((place, reply))
+                        arrived.put_nowait((index, reply))
                     # the loop that awaits the replies raises this error again
                     except Exception as error:
                         arrived.put_nowait(error)
@@ -323,8 +322,9 @@ class Endpoint:
 
     async def _send_once(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> RequestOutcome:
         """
-        Sends a request once and returns the outcome. Only the beginning of an oversized response is
-        read.
+        Sends a request once and returns the outcome.
+
+        Only the beginning of an oversized response is read.
         """
         url = f"{self.url}/chat/completions"
         content = b""
@@ -353,15 +353,19 @@ class Endpoint:
         self, client: httpx2.AsyncClient, pace: RequestLimiter, body: dict[str, Any]
     ) -> ChatReply:
         """
-        The reply to one request, after as many pauses, retries and changed requests as it takes.
+        Sends a request until a reply arrives, and returns the reply.
+
+        Between tries, this method waits, and it may pause all requests or change the request.
+
+        Raises ValueError if the server refuses the request, or if too many tries fail.
         """
         num_failures = 0
-        # the refusal that may be due to the system message
+        # the first refusal that may be due to the system message
         refusal: RequestOutcome | None = None
         while True:
             is_merged = refusal is not None
             sent = self._adapt_request_to_server(body, is_merged)
-            async with pace.wait_for_slot() as num_pauses:
+            async with pace.hold_slot_and_yield_num_pauses() as num_pauses:
                 response = await self._send_once(client, sent)
 
             status = response.status
@@ -372,8 +376,7 @@ class Endpoint:
             if busy.says_quota_is_used_up(status, error, seconds):
                 raise self._make_quota_error(response)
             if busy.says_server_is_busy(status, error):
-                # Another request that was sent at the same time may already have paused all
-                # requests.
+                # another request that ran at the same time may already have paused all requests
                 if num_pauses == pace.num_pauses:
                     await self._pause_or_give_up(pace, response, seconds)
                 continue
@@ -381,7 +384,7 @@ class Endpoint:
             if status in range(200, 300):
                 self.has_replied = True
                 pace.note_reply_and_raise_limit()
-                self._note_if_system_message_is_taken(sent, is_merged)
+                self._note_if_system_message_is_accepted(sent, is_merged)
                 return self._parse_reply(response.content)
             if status in (400, 413) and TOO_LONG.search(response.problem):
                 problem = (
@@ -411,8 +414,10 @@ class Endpoint:
 
     def _stated_wait_seconds(self, response: RequestOutcome, error: Any) -> float | None:
         """
-        The seconds that a response says to wait. A date is compared with the response's own date if
-        it has one.
+        The seconds for which a response says to wait; None if it does not say.
+
+        If the response says to wait until a date, that date is compared with the date of the
+        response, or with this machine's clock if the response has no date.
         """
         now = busy.parse_date_timestamp(response.headers.get("date", ""))
         if now is None:
@@ -423,11 +428,12 @@ class Endpoint:
         self, pace: RequestLimiter, response: RequestOutcome, seconds: float | None
     ) -> None:
         """
-        Pauses all requests for as long as a busy server asks. seconds: how long the server asks to
-        wait; None if the server does not say.
+        Pauses all requests because the server is busy.
 
-        Raises ValueError if the server asks for a longer wait than LONGEST_WAIT, or if the server
-        has been busy for PATIENCE seconds.
+        seconds: how long the server asks to wait; None if the server does not say.
+
+        Raises ValueError if the server asks to wait longer than LONGEST_WAIT, or if pauses without
+        a reply have lasted PATIENCE seconds.
         """
         if seconds is not None and seconds > LONGEST_WAIT:
             raise ValueError(
@@ -440,16 +446,16 @@ class Endpoint:
                 f"{self.flag_and_url} has been busy for {minutes:.0f} minutes "
                 f"({response.problem}); start again later, or use another {self.flags.url}"
             )
-        # Each pause is at least twice as long as the previous one. So if the server does not say
-        # how long to wait, six pauses last about a minute; if it asks for waits that are too short,
-        # the pauses still become longer.
+        # Until a reply arrives, the minimum pause doubles each time. So if the server does not say
+        # how long to wait, six pauses last about a minute. If the server asks for waits that are
+        # too short, the pauses still become longer.
         shortest = busy.SHORTEST_PAUSE if seconds is None else self.first_pause
         least = min(shortest * 2**pace.num_pauses_without_reply, LONGEST_PAUSE)
         seconds = max(seconds or 0.0, least)
         if seconds >= SHORTEST_PRINTED_PAUSE:
             limit = pace.limit_after_pause
             requests = "one request" if limit == 1 else f"{limit} requests"
-            self._print_line(
+            self._print_escaped_to_stderr(
                 f"{self.flag_and_url} is busy ({response.problem}): "
                 f"waiting {seconds:.0f} s, then {requests} at once"
             )
@@ -477,8 +483,7 @@ class Endpoint:
 
     def _drop_or_rename_setting(self, sent: dict[str, Any], refusal_message: str) -> bool:
         """
-        Drops or renames the setting that a refusal mentions, in this request and all later
-        requests.
+        Drops or renames the setting that a refusal mentions, for this and all later requests.
 
         Returns False if the message mentions no setting that can be dropped or renamed.
         """
@@ -493,7 +498,7 @@ class Endpoint:
             return False
         if MAX_TOKENS in sent and MAX_TOKENS in refusal_message:
             if self.limit_name == MAX_TOKENS:
-                self._print_line(
+                self._print_escaped_to_stderr(
                     f"{self.flag_and_url} does not accept {MAX_TOKENS}; "
                     f"sending {MAX_COMPLETION_TOKENS} instead"
                 )
@@ -501,9 +506,9 @@ class Endpoint:
             return True
         if self.may_adapt and "temperature" in sent and "temperature" in refusal_message:
             if "temperature" not in self.refused_settings:
-                self._print_line(
+                self._print_escaped_to_stderr(
                     f"{self.flag_and_url} does not accept a temperature; "
-                    "it uses its own, so scores may differ between runs"
+                    "the server uses its own, so scores may differ between runs"
                 )
             self.refused_settings.add("temperature")
             return True
@@ -515,22 +520,22 @@ class Endpoint:
         """Whether a refusal may be due to the request's system message."""
         if not self.may_adapt or self.takes_system or not begins_with_system_and_user(sent):
             return False
-        # another request found out in the meantime that the server refuses system messages
+        # meanwhile, another request showed that the server refuses system messages
         if self.takes_system is False:
             return True
         if status in range(400, 500):
             return status not in OTHER_REFUSALS
         return status >= 500 and ABOUT_ROLES.search(refusal_message) is not None
 
-    def _note_if_system_message_is_taken(self, sent: dict[str, Any], is_merged: bool) -> None:
+    def _note_if_system_message_is_accepted(self, sent: dict[str, Any], is_merged: bool) -> None:
         """After a request succeeds, remembers whether the server accepts system messages."""
         if begins_with_system_and_user(sent):
             self.takes_system = True
         elif is_merged and self.takes_system is None:
             self.takes_system = False
-            self._print_line(
+            self._print_escaped_to_stderr(
                 f"{self.flag_and_url} does not accept a system message; "
-                "the message's text is put at the beginning of the user's message instead"
+                "the user's message now begins with the system message's text"
             )
 
     # ---- errors that end a run
@@ -539,8 +544,8 @@ class Endpoint:
         advice = ""
         if response.status == 404:
             advice = (
-                f"; the URL should end in /v1, and {self.flags.model} should name a model of this "
-                f"server"
+                f"; check that the URL ends in /v1, and that {self.flags.model} names a model on "
+                "this server"
             )
         elif response.status == 401:
             advice = f"; set {self.flags.key} to a valid key"
@@ -557,9 +562,9 @@ class Endpoint:
     def _make_failure_error(self, response: RequestOutcome, num_tries: int) -> ValueError:
         advice = "start the server"
         if self.has_replied:
-            advice = "the server answered other requests, so it is slow or busy: wait"
+            advice = "the server answered other requests, so it is slow or busy; wait"
         elif response.status:
-            advice = "the server is running but fails: read its log"
+            advice = "the server is running but fails; read its log"
         failure = f"did not answer after {num_tries} tries"
         if response.status:
             failure = f"failed {num_tries} times"
@@ -568,15 +573,16 @@ class Endpoint:
             f"{advice}, or use another {self.flags.url}"
         )
 
-    def _print_line(self, line: str) -> None:
+    def _print_escaped_to_stderr(self, line: str) -> None:
         tqdm.write(escape_invisible(line), file=sys.stderr)
 
     # ---- replies
 
     def _parse_reply(self, content: bytes) -> ChatReply:
         """
-        Reads a reply from a server's JSON. If the JSON is not a chat completion, the reply's
-        `problem` says so.
+        Reads a reply from a server's JSON.
+
+        If the content is not a chat completion, the reply's `problem` says so.
         """
         try:
             record = read_json(content)
@@ -623,7 +629,9 @@ def check_server_url(flags: ServerSettingNames, url: str) -> None:
 
 def read_first_logprobs(choice: dict[str, Any]) -> dict[str, float]:
     """
-    The log-probabilities of the likeliest first tokens, by the token's text; empty if not returned.
+    The log-probabilities of the likeliest first tokens, by the token's text.
+
+    The result is empty if the server sent no log-probabilities.
     """
     logprobs = choice.get("logprobs") or {}
     tokens = logprobs.get("content") or [{}]

@@ -1,5 +1,5 @@
 """
-Attention to keys in one buffer, or to several cache parts that rows may share.
+Attention to keys and values in one buffer, or in several cache parts that rows may share.
 
 Each operation has a reference expression, a kernel and a launch function, in this order, as in
 layers/ops.py. The caches are in kv_cache.py.
@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kv_cache import AttentionLayout, KeysAndValues, Mask, PartReaders, Parts
+from kv_cache import AttentionMasks, KeysAndValues, Mask, Parts, QueryRowsPerCacheRow
 from machine import cpu, gpu, kernels
 
 HERE = Path(__file__).parent
@@ -38,7 +38,9 @@ def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: Mas
     On a CPU, this expression is also 2.4 times as fast as `mx.fast.scaled_dot_product_attention`
     (measured at L=110).
     """
-    return tree_attention_ref(queries, [(keys, values)], AttentionLayout([PartReaders(mask=mask)]))
+    return tree_attention_ref(
+        queries, [(keys, values)], AttentionMasks([QueryRowsPerCacheRow(mask=mask)])
+    )
 
 
 def has_float32_attention_kernel(head_dim: int) -> bool:
@@ -92,8 +94,8 @@ def attention_vjp(
 
     The gradients are computed for one chunk of queries at a time, with float32 scores. MLX 0.32.4
     rounds the product of queries and keys to 16 bits before it scales the product. With the large
-    key biases of Qwen2 and Qwen2.5, the error of MLX's gradient is a large fraction of the
-    gradient, or as large as the gradient (tests/test_attention_gradient.py).
+    key biases of Qwen2 and Qwen2.5, the error of MLX's gradient can be as large as the gradient
+    (tests/test_attention_gradient.py).
     """
     dtype = queries.dtype
     if dtype == mx.bfloat16:  # bfloat16 has too few digits for the weights and the gradients
@@ -110,7 +112,8 @@ def attention_vjp(
     # The gradients of keys and values, summed over the chunks so far. Each chunk waits for the
     # previous chunk.
     totals: list[mx.array] = []
-    for begin in reversed(range(0, length, chunk_size)):  # the first chunk sees all keys
+    # The last chunk is first, because its queries see all keys.
+    for begin in reversed(range(0, length, chunk_size)):
         chunk = slice(begin, min(begin + chunk_size, length))
         num_visible = num_keys
         if mask == "causal":
@@ -199,7 +202,9 @@ def score_gradient(
 # ---- attention of rows that share parts of their past
 
 
-def gather_queries_by_part_row(x: mx.array, readers: PartReaders, num_part_rows: int) -> mx.array:
+def gather_queries_by_part_row(
+    x: mx.array, readers: QueryRowsPerCacheRow, num_part_rows: int
+) -> mx.array:
     """
     All queries that read each row of a part, (N, K, Q, X) -> (R, K, G * Q, X).
 
@@ -215,7 +220,7 @@ def gather_queries_by_part_row(x: mx.array, readers: PartReaders, num_part_rows:
 
 
 def scatter_to_query_rows(
-    x: mx.array, readers: PartReaders, num_rows: int, num_queries: int
+    x: mx.array, readers: QueryRowsPerCacheRow, num_rows: int, num_queries: int
 ) -> mx.array:
     """
     The inverse of `gather_queries_by_part_row`, (R, K, G * Q, X) -> (N, K, Q, X).
@@ -234,7 +239,7 @@ def add_mask_to_scores(scores: mx.array, mask: Mask, num_positions: int) -> mx.a
     """
     The scores (R, K, G * Q, S), with -1e30 added where a query does not see a key.
 
-    The mask has the form described in `kv_cache.PartReaders`, and `num_positions` is L.
+    The mask has the form described in `kv_cache.QueryRowsPerCacheRow`, and `num_positions` is L.
     """
     if mask is None:
         return scores
@@ -242,7 +247,7 @@ def add_mask_to_scores(scores: mx.array, mask: Mask, num_positions: int) -> mx.a
     if isinstance(mask, str):
         mask = mx.tri(num_positions, num_keys, num_keys - num_positions, dtype=mx.bool_)
         mask = mask[None, None]
-    # -1e30 is finite, because -inf would give a query that sees no key the result nan
+    # with -inf instead of -1e30, the result of a query that sees no key would be nan
     bias = mx.where(mask, 0.0, -1e30)
     if mask.shape[2] == 1:
         return scores + bias
@@ -250,7 +255,7 @@ def add_mask_to_scores(scores: mx.array, mask: Mask, num_positions: int) -> mx.a
     return (by_position + bias[:, :, None]).reshape(scores.shape)
 
 
-def tree_attention_ref(queries: mx.array, parts: Parts, layout: AttentionLayout) -> mx.array:
+def tree_attention_ref(queries: mx.array, parts: Parts, masks: AttentionMasks) -> mx.array:
     """
     Attention of rows that share parts of their past, (N, H, L, D) -> (N, H, L, D).
 
@@ -268,20 +273,20 @@ def tree_attention_ref(queries: mx.array, parts: Parts, layout: AttentionLayout)
     scaled = scaled.reshape(num_rows, num_kv_heads, num_queries, head_dim)
 
     part_scores = []
-    for (keys, _), readers in zip(parts, layout.part_readers, strict=True):
+    for (keys, _), readers in zip(parts, masks.part_readers, strict=True):
         part_queries = gather_queries_by_part_row(scaled, readers, keys.shape[0])
         scores = part_queries @ keys.astype(mx.float32).swapaxes(-1, -2)  # (R, K, G * Q, S)
         part_scores.append(add_mask_to_scores(scores, readers.mask, length))
 
     peaks = []
-    for scores, readers in zip(part_scores, layout.part_readers, strict=True):
+    for scores, readers in zip(part_scores, masks.part_readers, strict=True):
         part_peak = scores.max(-1, keepdims=True)
         peaks.append(scatter_to_query_rows(part_peak, readers, num_rows, num_queries))
     peak = functools.reduce(mx.maximum, peaks)  # (N, K, Q, 1)
 
     sums = []
     outs = []
-    for scores, (_, values), readers in zip(part_scores, parts, layout.part_readers, strict=True):
+    for scores, (_, values), readers in zip(part_scores, parts, masks.part_readers, strict=True):
         weights = cpu.exp(scores, gather_queries_by_part_row(peak, readers, values.shape[0]))
         part_sum = weights.sum(-1, keepdims=True)
         part_out = weights @ values.astype(mx.float32)
@@ -316,7 +321,7 @@ def choose_lanes_per_column(queries_per_kv_head: int, head_dim: int) -> int:
 
 
 @kernels.make_op(tree_attention_ref)
-def slot_attention(queries: mx.array, parts: Parts, layout: AttentionLayout) -> mx.array:
+def slot_attention(queries: mx.array, parts: Parts, masks: AttentionMasks) -> mx.array:
     """
     Computes the attention of one decode step, for slots that share prompts, in one launch.
 
@@ -327,8 +332,8 @@ def slot_attention(queries: mx.array, parts: Parts, layout: AttentionLayout) -> 
     could not be combined, because that kernel does not return the sums of its weights.
     """
     (keys, values), (own_keys, own_values) = parts
-    members, places, mask = layout.part_readers[0]
-    own_mask = layout.part_readers[1].mask
+    members, places, mask = masks.part_readers[0]
+    own_mask = masks.part_readers[1].mask
     assert not isinstance(mask, str), "a causal mask, but each slot takes one token per step"
     assert not isinstance(own_mask, str), "a causal mask, but each slot takes one token per step"
 
@@ -354,14 +359,16 @@ def slot_attention(queries: mx.array, parts: Parts, layout: AttentionLayout) -> 
     return out
 
 
-def copy_part_for_each_row(part: mx.array, readers: PartReaders, num_rows: int) -> mx.array:
+def copy_part_for_each_row(
+    part: mx.array, readers: QueryRowsPerCacheRow, num_rows: int
+) -> mx.array:
     """One copy of a part's keys or values for each row, (R, K, S, D) -> (N, K, S, D)."""
     if readers.places is None or readers.members is None:
         return mx.repeat(part, num_rows // part.shape[0], 0)
     return part[readers.places // readers.members.shape[1]]
 
 
-def join_parts_of_each_row(parts: Parts, layout: AttentionLayout) -> KeysAndValues:
+def join_parts_of_each_row(parts: Parts, masks: AttentionMasks) -> KeysAndValues:
     """
     The parts of each row, joined into one buffer of keys and one buffer of values.
 
@@ -370,23 +377,23 @@ def join_parts_of_each_row(parts: Parts, layout: AttentionLayout) -> KeysAndValu
     num_rows = parts[-1][0].shape[0]
     row_keys = []
     row_values = []
-    for (keys, values), readers in zip(parts, layout.part_readers, strict=True):
+    for (keys, values), readers in zip(parts, masks.part_readers, strict=True):
         row_keys.append(copy_part_for_each_row(keys, readers, num_rows))
         row_values.append(copy_part_for_each_row(values, readers, num_rows))
     return mx.concatenate(row_keys, axis=2), mx.concatenate(row_values, axis=2)
 
 
-def attend_to_parts(queries: mx.array, parts: Parts, layout: AttentionLayout) -> mx.array:
+def attend_to_parts(queries: mx.array, parts: Parts, masks: AttentionMasks) -> mx.array:
     """
     Grouped-query attention of rows to all parts of their past, (N, H, L, D) -> (N, H, L, D).
 
     `tree_attention_ref` defines the result. A decode step of slots that share prompts has its own
     kernel, `slot_attention`. For more than a few queries on a GPU, all parts are joined into one
     buffer for MLX's own kernel. That kernel reads 16-bit inputs and does not store its scores,
-    whereas the expression writes float32 scores and float32 copies of all keys and values to
+    whereas `tree_attention_ref` writes float32 scores and float32 copies of all keys and values to
     memory.
     """
-    newest = layout.part_readers[-1]
+    newest = masks.part_readers[-1]
     length, head_dim = queries.shape[2:]
     if len(parts) == 1:
         ((keys, values),) = parts
@@ -395,15 +402,15 @@ def attend_to_parts(queries: mx.array, parts: Parts, layout: AttentionLayout) ->
     is_decode_step = length == 1 and not isinstance(newest.mask, str)
     is_slots = len(parts) == 2 and is_decode_step and newest.members is None
     if is_slots and head_dim <= 256:
-        return slot_attention(queries, parts, layout)
+        return slot_attention(queries, parts, masks)
     if (
         not has_float32_attention_kernel(head_dim)
         or length <= FEW_QUERIES
         or newest.mask != "causal"
     ):
-        return tree_attention_ref(queries, parts, layout)
-    keys, values = join_parts_of_each_row(parts, layout)
-    mask = "causal" if layout.whole is None else layout.whole
+        return tree_attention_ref(queries, parts, masks)
+    keys, values = join_parts_of_each_row(parts, masks)
+    mask = "causal" if masks.whole is None else masks.whole
     return attention(queries, keys, values, mask)
 
 
@@ -423,7 +430,7 @@ def should_share_prefix(
     num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype
 ) -> bool:
     """
-    Whether storing each prompt once should be faster than copying the prompt to each of its rows.
+    Whether storing each prompt once should be faster than giving each of its rows a copy.
 
     On a CPU, sharing is faster if copying would fill at least MIN_SHARED_COLUMNS columns. With
     fewer columns, attention in two parts costs more than it saves. On a GPU, sharing is faster if a

@@ -113,9 +113,9 @@ def invert_identity_plus(strictly_lower: mx.array) -> mx.array:
 
     T must be BLOCK times a power of two. The two diagonal blocks of half the size are inverted
     together by recursion, and the corner is computed from their inverses. The inverse of a block of
-    size BLOCK is the product (I - A)(I + A^2)(I + A^4). For a whole chunk in which a token repeats,
-    powers of A would contain binomial coefficients up to 1e18, and sums of these powers would have
-    no correct digit.
+    size BLOCK is the product (I - A)(I + A^2)(I + A^4). Such a product is not used for larger
+    blocks: in a chunk in which a token repeats, powers of A would contain binomial coefficients up
+    to 1e18, and sums of these powers would have no correct digit.
     """
     size = strictly_lower.shape[-1]
     if size == BLOCK:
@@ -168,14 +168,12 @@ def chunked_recurrence(
     log_decay = split_into_chunks(log_decay, chunk_size, num_chunks)
     beta = split_into_chunks(beta, chunk_size, num_chunks)
 
-    total_decay = mx.cumsum(
-        log_decay, axis=-1
-    )  # (N, H, chunks, T), counted from the chunk's beginning
+    # (N, H, chunks, T), summed from the beginning of the chunk
+    total_decay = mx.cumsum(log_decay, axis=-1)
     is_past = mx.tri(chunk_size, dtype=mx.bool_)
     pair_decay = total_decay[..., :, None] - total_decay[..., None, :]
-    fades = cpu.exp(
-        mx.where(is_past, pair_decay, -1e30)
-    )  # (..., T, T): decay from token j to token i
+    # (N, H, chunks, T, T): entry i, j is the decay from token j to token i
+    fades = cpu.exp(mx.where(is_past, pair_decay, -1e30))
     corrected_keys = keys * beta[..., None]
     overlaps = (corrected_keys @ keys.swapaxes(-1, -2)) * fades
     is_strictly_past = mx.tri(chunk_size, k=-1, dtype=mx.bool_)
@@ -233,7 +231,7 @@ def gated_delta_step(
     Runs MLX's own operation, in one launch if MLX has a kernel for these heads.
 
     MLX has kernels for heads with 128 dimensions and certain numbers of key and value heads (16 and
-    16, 16 and 32, ...). For other heads, MLX takes one step per token. All arrays are float32,
+    16, 16 and 32, ...). For other heads, MLX processes one token at a time. All arrays are float32,
     because 16 bits would round a decay close to 1 to exactly 1.
     """
     decay = mx.exp(log_decay)
@@ -253,7 +251,7 @@ def gated_delta_sequence(
     """
     Runs `gated_delta_step` if heads have 128 dimensions, and `chunked_recurrence` otherwise.
 
-    For other head sizes, MLX has no kernel, and matmuls are faster than one step per token.
+    For other head sizes, MLX has no kernel, and matmuls are faster than one token at a time.
     """
     has_kernel = keys.shape[-1] == values.shape[-1] == 128
     compute = gated_delta_step.launch if has_kernel else chunked_recurrence

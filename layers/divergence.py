@@ -20,7 +20,7 @@ from layers import lm_head
 from machine import cpu, gpu
 
 TILE = lm_head.LOGPROB_TILE // 2  # the number of logits per model that are in memory at once
-LARGEST_DIFFERENCE = 80.0  # e^80 is finite in float32
+LARGEST_DIFFERENCE = 80.0  # log-ratios are clipped to this size, because e^80 is finite in float32
 
 
 DivergencesLogprobsEntropies = tuple[mx.array, mx.array, mx.array]
@@ -34,31 +34,34 @@ class TeacherStatesAndHead(NamedTuple):
 
 
 def divergence_terms_and_slopes(
-    log_p: mx.array, log_q: mx.array, beta: float
+    teacher_logprobs: mx.array, student_logprobs: mx.array, beta: float
 ) -> tuple[mx.array, mx.array]:
     """
     Each token id's term of the divergence, and the slope s of the term; both (M, V).
 
-    `log_p` and `log_q` (M, V) are the log-probabilities of the teacher and of the student. The
-    slope s is q times the derivative of the divergence with respect to q. The gradient with respect
-    to the student's logits is s - q sum(s), which does not change if a constant is added to the
-    derivative. For the forward KL divergence, the constant 1 is added, which makes s equal to q - p
-    and sum(s) equal to 0.
+    Both arguments are (M, V). The slope s is q times the derivative of the divergence with respect
+    to q. The gradient with respect to the student's logits is s - q sum(s), which does not change
+    if a constant is added to the derivative. For the forward KL divergence, the constant 1 is
+    added, which makes s equal to q - p and sum(s) equal to 0.
+
     Each term is written so that it cannot be negative. If the distributions nearly agree, the terms
     of the textbook formula would cancel to rounding errors, and their sum would be dominated by the
     error of a logsumexp.
     """
-    p = cpu.exp(log_p)
-    q = cpu.exp(log_q)
-    log_ratio = log_p - log_q
+    p = cpu.exp(teacher_logprobs)
+    q = cpu.exp(student_logprobs)
+    log_ratio = teacher_logprobs - student_logprobs
     if beta in (0, 1):
         # KL(first, other) is the forward divergence if beta is 0, and the reverse divergence if
         # beta is 1.
-        first, other, ahead = (p, q, log_ratio) if beta == 0 else (q, p, -log_ratio)
-        exact = first * mx.expm1(-mx.clip(ahead, -1, 1))
-        difference = mx.where(mx.abs(ahead) < 1, exact, other - first)  # other - first
-        terms = first * ahead + difference
-        return terms, difference if beta == 0 else first * ahead
+        if beta == 0:
+            first, other, log_quotient = p, q, log_ratio
+        else:
+            first, other, log_quotient = q, p, -log_ratio
+        exact = first * mx.expm1(-mx.clip(log_quotient, -1, 1))
+        difference = mx.where(mx.abs(log_quotient) < 1, exact, other - first)  # other - first
+        weighted = first * log_quotient
+        return weighted + difference, difference if beta == 0 else weighted
 
     log_ratio = mx.clip(log_ratio, -LARGEST_DIFFERENCE, LARGEST_DIFFERENCE)
     log_m_over_q = mx.log1p(beta * mx.expm1(log_ratio))
@@ -66,30 +69,31 @@ def divergence_terms_and_slopes(
     return beta * p * (log_ratio - log_m_over_q) + slopes, slopes
 
 
-def sum_over_tile(
-    log_p: mx.array,
-    log_q: mx.array,
+def sum_divergence_over_tile(
+    teacher_logprobs: mx.array,
+    student_logprobs: mx.array,
     head_weight: mx.array,
     located_ids: lm_head.IndexAndIsInside,
     beta: float,
 ) -> list[mx.array]:
     """
-    The sums, for each of M rows, that one tile of the vocabulary contributes to the divergence.
+    What one tile of the vocabulary adds to the sums over the vocabulary, for each of M rows.
 
-    `log_p` and `log_q` are (M, tile), and `head_weight` is the student's head for the tile.
-    `located_ids` is the result of `lm_head.locate_in_tile`. The sums, (M, 1) each, are the
-    divergence, the id's log-probability, the entropy, and sum(s), where s are the slopes of
-    `divergence_terms_and_slopes`. The last sums, (M, C) each, are sum(s W) and, unless beta is 0,
-    sum(q W), where W is the student's head.
+    The log-probabilities are (M, tile), and `head_weight` is the student's head for the tile.
+    `located_ids` is the result of `lm_head.locate_in_tile`. The first four results, (M, 1) each,
+    belong to the divergence, the id's log-probability, the entropy, and sum(s), where s are the
+    slopes of `divergence_terms_and_slopes`. The last results, (M, C) each, belong to sum(s W) and,
+    unless beta is 0, to sum(q W), where W is the student's head.
     """
     index, is_inside = located_ids
     weight = head_weight.astype(mx.float32)
-    q = cpu.exp(log_q)
-    terms, slopes = divergence_terms_and_slopes(log_p, log_q, beta)
-    divergence, entropy, slope_sum = (
-        cpu.tiled_sum(values)[:, None] for values in (terms, -q * log_q, slopes)
-    )
-    id_logprobs = mx.where(is_inside, mx.take_along_axis(log_q, index, axis=-1), 0.0)
+    q = cpu.exp(student_logprobs)
+    terms, slopes = divergence_terms_and_slopes(teacher_logprobs, student_logprobs, beta)
+    divergence = cpu.tiled_sum(terms)[:, None]
+    entropy = cpu.tiled_sum(-q * student_logprobs)[:, None]
+    slope_sum = cpu.tiled_sum(slopes)[:, None]
+    logprobs_at_ids = mx.take_along_axis(student_logprobs, index, axis=-1)
+    id_logprobs = mx.where(is_inside, logprobs_at_ids, 0.0)
     sums = [divergence, id_logprobs, entropy, slope_sum, slopes @ weight]
     if beta:
         sums.append(q @ weight)
@@ -159,7 +163,7 @@ def token_divergences(
                 log_p = teacher_sum.tile_logprobs(teacher_logits)
                 log_q = student_sum.tile_logprobs(student_logits)
                 located_ids = lm_head.locate_in_tile(flat_ids[rows], tile)
-                sums = sum_over_tile(log_p, log_q, head_weight[tile], located_ids, beta)
+                sums = sum_divergence_over_tile(log_p, log_q, head_weight[tile], located_ids, beta)
                 if totals:
                     sums = [total + part for total, part in zip(totals, sums, strict=True)]
                 done = totals = sums

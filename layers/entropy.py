@@ -1,8 +1,9 @@
 """
-The gradient of the entropies that layers/lm_head.py computes, through the head's logits.
+The gradient of entropies with respect to hidden states and the head.
 
-The entropy of a distribution p over the logits z is H = -sum(p log p). Its derivative with respect
-to z[j] is -p[j] (log p[j] + H). Only a loss that differentiates entropies pays for this file.
+layers/lm_head.py computes the entropies. A distribution p = softmax(z) has the entropy
+H = -sum(p log p), whose derivative with respect to z[j] is -p[j] (log p[j] + H). Only a loss that
+differentiates entropies needs this file.
 
 Axes: N rows, T positions, M all N * T positions or a chunk of them, C hidden dimensions, V
 vocabulary entries.
@@ -26,7 +27,7 @@ def attach_entropy_gradient(
     *,
     temperature: float = 1.0,
     head: str = "frozen",
-    support: softmax.Support | None = None,
+    support: softmax.TruncationSettings | None = None,
 ) -> mx.array:
     """
     The same entropies (N, T), now with a gradient with respect to `hidden` and the head.
@@ -37,8 +38,8 @@ def attach_entropy_gradient(
 
     The forward pass computes nothing. The backward pass reads the vocabulary in tiles, as
     `lm_head.token_logprobs` does, and takes three matmuls with the head, or five if the head is
-    trained. It runs only if a gradient reaches the entropies. The sums in the gradient of `hidden`
-    come from the same logits, because sums from other roundings would not cancel.
+    trained. It runs only if a gradient reaches the entropies. All sums in the gradient of `hidden`
+    are computed from the same logits, because sums of differently rounded logits would not cancel.
     """
     assert head in lm_head.HEADS, head
     assert temperature > 0, temperature
@@ -115,7 +116,7 @@ class _RunningMoments(NamedTuple):
         # the initial peak is finite, because -inf minus -inf would be nan
         return cls(zeros - 1e30, zeros, zeros, mx.zeros(hidden.shape), mx.zeros(hidden.shape))
 
-    def with_tile(self, logits: mx.array, weight: mx.array) -> "_RunningMoments":
+    def with_tile(self, logits: mx.array, head_rows: mx.array) -> "_RunningMoments":
         """The sums that include one more tile: its logits (M, tile) and head rows (tile, C)."""
         peak = mx.maximum(self.peak, cpu.tiled_max(logits))
         shift = self.peak - peak
@@ -127,16 +128,16 @@ class _RunningMoments(NamedTuple):
             peak,
             shrink * self.total + cpu.tiled_sum(weights)[:, None],
             shrink * (self.moment + shift * self.total) + cpu.tiled_sum(weighted_logits)[:, None],
-            shrink * self.mean + weights @ weight,
-            shrink * (self.moment_mean + shift * self.mean) + weighted_logits @ weight,
+            shrink * self.mean + weights @ head_rows,
+            shrink * (self.moment_mean + shift * self.mean) + weighted_logits @ head_rows,
         )
 
     def logsumexps_entropies_slopes(self) -> tuple[mx.array, ...]:
         """
         The logsumexps and entropies, (M, 1), and the derivatives of the entropies, (M, C).
 
-        The derivatives are those with respect to the hidden states that were divided by the
-        temperature. They are minus the covariance of the logit and the head row.
+        The derivatives are with respect to the hidden states after their division by the
+        temperature. Each derivative is minus the covariance of the logits and the head's rows.
         """
         log_total = mx.log(self.total)
         mean_logit = self.moment / self.total

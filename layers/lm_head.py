@@ -16,8 +16,8 @@ from machine import cpu, gpu, kernels
 
 LOGPROB_CHUNK = 256  # the number of positions whose logits are in memory at once
 
-# The number of logits in memory at once. These 2 MB of logits stay in a CPU core's cache until the
-# last sum.
+# The number of logits in memory at once. They take 2 MB, so they stay in a CPU core's cache until
+# all sums over them are computed.
 LOGPROB_TILE = 2**19
 # The number of rows whose logits are in memory at once if a kernel reads the logits. For Qwen's
 # vocabulary, the 16-bit logits of 256 rows take 78 MB.
@@ -32,7 +32,7 @@ def compute_logits(
     hidden: mx.array,
     head_weight: mx.array,
     sampled_ids: mx.array,
-    support: softmax.Support | None,
+    support: softmax.TruncationSettings | None,
 ) -> mx.array:
     """
     Logits for some or all of the vocabulary, (M, C) x (V, C) -> (M, V) float32.
@@ -70,9 +70,13 @@ def delay_until_computed(x: mx.array, prerequisites: list[mx.array]) -> mx.array
 
 
 def chunks_and_tiles(
-    num_positions: int, vocab_size: int, support: softmax.Support | None
+    num_positions: int, vocab_size: int, support: softmax.TruncationSettings | None
 ) -> tuple[list[slice], list[slice]]:
-    """The chunks of positions and the tiles of the vocabulary whose logits are computed at once."""
+    """
+    Slices of the positions, called chunks, and slices of the vocabulary, called tiles.
+
+    The logits of one chunk and one tile are computed at once.
+    """
     chunk_size = LOGPROB_CHUNK
     if support:  # whole rows, few enough for the sort to need less than one gigabyte
         chunk_size = min(chunk_size, max(1, 32 * LOGPROB_TILE // vocab_size))
@@ -101,7 +105,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     head: str = "frozen",
-    support: softmax.Support | None = None,
+    support: softmax.TruncationSettings | None = None,
     gradient: bool = True,
 ) -> softmax.LogprobsAndEntropies:
     """
@@ -189,7 +193,7 @@ def token_logprobs(
 
 
 class _RunningSoftmax(NamedTuple):
-    """The state of M softmaxes after part of the vocabulary has been read."""
+    """The sums of M softmaxes over the part of the vocabulary that has been read."""
 
     peak: mx.array  # (M, 1) the largest logit
     total: mx.array  # (M, 1) the sum of the weights exp(logit - peak)
@@ -211,7 +215,7 @@ class _RunningSoftmax(NamedTuple):
         head_weight: mx.array,
         ids: mx.array,
         tile: slice,
-        support: softmax.Support | None,
+        support: softmax.TruncationSettings | None,
     ) -> "_RunningSoftmax":
         """The state after one more tile of the vocabulary."""
         weight = head_weight[tile].astype(mx.float32)

@@ -2,9 +2,9 @@
 Compares MLX's own matmuls and masked attention with references, at the sizes of a model.
 
 On Macs, some MLX releases or builds of 2026 silently gave wrong results for products of more than
-8 rows (mlx #3585, #3586) and for products with 2048^2 results and long sums (#3797), or rounded
-float32 products to 11 bits (#4411). Our own kernels and the rotary embedding are
-checked in machine/kernels.py.
+8 rows (mlx #3585, #3586) and for products with 2048^2 results and long sums (#3797). Others rounded
+float32 products to 11 bits (#4411). Our own kernels and the rotary embedding are checked in
+machine/kernels.py.
 
 Axes: M rows, C inputs and F outputs of a weight; N rows, H query heads, K key/value heads, L
 queries, S keys, D dimensions per head.
@@ -40,9 +40,7 @@ def evenly_spaced_slice(axis_size: int) -> slice:
 
 
 def measure_product_error(weight: mx.array, num_rows: int) -> float:
-    """
-    The largest relative error of the products x @ W.T and y @ W, for a weight W (F, C).
-    """
+    """The largest relative error of the products x @ W.T and y @ W, for a weight W (F, C)."""
     worst = 0.0
     for factor in (weight.T, weight):
         x = kernels.random_normal_array(num_rows, factor.shape[0], dtype=weight.dtype)
@@ -57,7 +55,7 @@ def measure_product_error(weight: mx.array, num_rows: int) -> float:
     return worst
 
 
-def make_attention_inputs(
+def make_random_attention_inputs(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -85,14 +83,14 @@ def largest_relative_attention_error(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: mx.Dtype
 ) -> float:
     """
-    The largest relative error of attention while a gradient is traced, for 1 and for 128 queries.
+    The largest relative error of attention for 1 and for 128 queries, while a gradient is traced.
 
     The relative error is the norm of the error divided by the norm of the float32 result.
     """
     worst = 0.0
     num_keys = 160
     for length in (1, 128):
-        queries, keys, values = make_attention_inputs(
+        queries, keys, values = make_random_attention_inputs(
             num_heads, num_kv_heads, head_dim, dtype, length, num_keys
         )
         wide_queries = queries.astype(mx.float32)
@@ -119,11 +117,11 @@ class ArithmeticReport(NamedTuple):
 
 def check_mlx_arithmetic(weights: list[mx.array], heads: tuple[int, int, int]) -> ArithmeticReport:
     """
-    Checks whether MLX correctly computes products with weights of each shape and masked attention.
+    Checks MLX's products with one weight of each shape, and MLX's masked attention.
 
     `heads` contains the number of query heads, the number of key/value heads, and the head size.
-    Each figure in the returned text is the largest error divided by the dtype's tolerance. A figure
-    of at most 1 is within the tolerance.
+    Each figure in the returned text is the largest error divided by the dtype's tolerance, so it
+    should be at most 1.
     """
     dtype = weights[0].dtype
     num_heads, num_kv_heads, head_dim = heads
@@ -133,9 +131,9 @@ def check_mlx_arithmetic(weights: list[mx.array], heads: tuple[int, int, int]) -
     errors = {"products": 0.0, "float32 products": 0.0}
     for weight in (*weight_of_shape.values(), smallest):
         kind = "float32 products" if weight.dtype == mx.float32 else "products"
-        for rows in PRODUCT_ROWS:
-            if rows * max(weight.shape) <= MOST_ELEMENTS:
-                error = measure_product_error(weight, rows) / kernels.TOLERANCES[weight.dtype]
+        for num_rows in PRODUCT_ROWS:
+            if num_rows * max(weight.shape) <= MOST_ELEMENTS:
+                error = measure_product_error(weight, num_rows) / kernels.TOLERANCES[weight.dtype]
                 errors[kind] = max(errors[kind], error)
     attention_error = largest_relative_attention_error(num_heads, num_kv_heads, head_dim, dtype)
     errors["masked attention"] = attention_error / kernels.TOLERANCES[dtype]

@@ -26,14 +26,14 @@ SLOPE_SCALE = 256
 
 LogprobsAndEntropies = tuple[mx.array, mx.array]
 TokensLogprobsEntropies = tuple[mx.array, mx.array, mx.array]
-LogprobsEntropiesSlopes = tuple[mx.array, mx.array, mx.array]
+LogprobsEntropiesScaledSlopes = tuple[mx.array, mx.array, mx.array]
 
 
 def logsumexp(x: mx.array) -> mx.array:
     """
     log(sum(exp(x))) over the last axis, (..., V) float32 -> (...).
 
-    For the size of Qwen's vocabulary, the error is at most 2e-5.
+    With a vocabulary as large as Qwen's, the error is at most 2e-5.
     """
     peak = mx.stop_gradient(cpu.tiled_max(x))
     total = cpu.tiled_sum(cpu.exp(x, peak))
@@ -137,23 +137,25 @@ def sample_token_ref(
     weights = cpu.exp(logits, peak)
     fractions = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
 
-    # a vocabulary of up to 1,024 entries is a single tile, which need not be full
+    # a vocabulary of up to 1,024 entries needs only the third and fourth choices
     width = 1024 if vocab_size > 1024 else 32
     blocks = pad_and_split_into_blocks(weights, width)
     sums = blocks.sum(-1)
     total = sums.sum(-1, keepdims=True)
-    token = mx.zeros((num_rows, 1), mx.int32)
+    block = mx.zeros((num_rows, 1), mx.int32)  # the index of the chosen 1,024 logits
+    rows_of_32 = blocks
     if vocab_size > 1024:
         if sums.shape[1] > 32:
             groups = pad_and_split_into_blocks(sums, 32)
-            token = index_at_fraction_of_sum(groups.sum(-1), fractions[0])
-            sums = take_block_of_each_row(groups, token)
-        token = token * 32 + index_at_fraction_of_sum(sums, fractions[1])
-        blocks = take_block_of_each_row(blocks, token).reshape(num_rows, 32, 32)
-        sums = blocks.sum(-1)
-    block = index_at_fraction_of_sum(sums, fractions[2])
-    index_in_block = index_at_fraction_of_sum(take_block_of_each_row(blocks, block), fractions[3])
-    token = (token * 32 + block) * 32 + index_in_block
+            group = index_at_fraction_of_sum(groups.sum(-1), fractions[0])
+            sums = take_block_of_each_row(groups, group)
+            block = group * 32
+        block = block + index_at_fraction_of_sum(sums, fractions[1])
+        rows_of_32 = take_block_of_each_row(blocks, block).reshape(num_rows, 32, 32)
+        sums = rows_of_32.sum(-1)
+    row = index_at_fraction_of_sum(sums, fractions[2])  # the index of the chosen 32 logits
+    column = index_at_fraction_of_sum(take_block_of_each_row(rows_of_32, row), fractions[3])
+    token = (block * 32 + row) * 32 + column
 
     log_total = mx.log(total).squeeze(-1)
     token_logits = mx.take_along_axis(logits, token, axis=-1)
@@ -173,9 +175,9 @@ def sample_token(
     logits: mx.array, uniforms: mx.array, temperature: float = 1.0
 ) -> TokensLogprobsEntropies:
     """
-    Reads each logit once and one tile a second time, and writes 12 bytes per row, in one launch.
+    Reads each logit once and one block a second time, and writes 12 bytes per row, in one launch.
 
-    Gumbel-max sampling would read as much, and would also compute V pairs of logarithms and V / 4
+    Gumbel-max sampling would read each logit too, and would compute V pairs of logarithms and V / 4
     Philox blocks.
     """
     assert logits.shape[-1] <= MAX_VOCABULARY, logits.shape
@@ -221,7 +223,7 @@ def row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> L
 
 def row_slopes_ref(
     logits: mx.array, ids: mx.array, temperature: float = 1.0
-) -> LogprobsEntropiesSlopes:
+) -> LogprobsEntropiesScaledSlopes:
     """
     The results of `row_logprobs`, and the gradients of the log-probabilities, onehot - p, (M, V).
 
@@ -243,7 +245,7 @@ ROW_SLOPES = kernels.Kernel(
 @kernels.make_op(row_slopes_ref)
 def row_slopes(
     logits: mx.array, ids: mx.array, temperature: float = 1.0
-) -> LogprobsEntropiesSlopes:
+) -> LogprobsEntropiesScaledSlopes:
     """
     Reads the V logits of each row twice and writes V numbers per row, in one launch.
 
@@ -266,7 +268,7 @@ def row_slopes(
 # ---- truncated distributions
 
 
-class Support(NamedTuple):
+class TruncationSettings(NamedTuple):
     """Settings that restrict which tokens may be sampled. The defaults allow all tokens."""
 
     top_p: float = 1.0
@@ -274,8 +276,8 @@ class Support(NamedTuple):
     min_p: float = 0.0
 
     @classmethod
-    def from_settings(cls, top_p: float, top_k: int, min_p: float) -> "Support | None":
-        """The support with these settings, or None if they allow every token."""
+    def from_settings(cls, top_p: float, top_k: int, min_p: float) -> "TruncationSettings | None":
+        """These settings as one object, or None if they allow every token."""
         support = cls(top_p, top_k, min_p)
         return None if support == cls() else support
 
@@ -307,7 +309,7 @@ def nucleus_threshold(logits: mx.array, top_p: float) -> mx.array:
     return _launch_per_row(NUCLEUS_THRESHOLD, logits, [], top_p, [mx.float32])[0]
 
 
-def truncate_logits(logits: mx.array, support: Support) -> mx.array:
+def truncate_logits(logits: mx.array, support: TruncationSettings) -> mx.array:
     """
     A copy of the logits with -inf outside the support, (..., V) float32 -> (..., V).
 

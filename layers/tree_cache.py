@@ -1,5 +1,5 @@
 """
-A cache for a tree of token runs, in which rows share the keys and values of their ancestors.
+A cache for a tree of token sequences, in which rows share the keys and values of their ancestors.
 
 Axes: N rows of the newest level, R rows of any level, K key/value heads, S positions of any level,
 L new positions, W columns of a row and all its ancestors together, D dimensions per head.
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kv_cache import (
-    AttentionLayout,
+    AttentionMasks,
     Cache,
     KVCache,
     LayerCache,
-    PartReaders,
     Parts,
+    QueryRowsPerCacheRow,
     make_empty_layers,
     make_part_readers,
 )
@@ -47,27 +47,31 @@ class TreeLayer:
         """
         level_keys = [keys for keys, _ in self.parts]
         level_values = [values for _, values in self.parts]
-        keys = concatenate_columns(level_keys)
-        values = concatenate_columns(level_values)
+        keys = flatten_and_join_levels(level_keys)
+        values = flatten_and_join_levels(level_values)
         row_keys = keys[column_indices].swapaxes(1, 2)
         row_values = values[column_indices].swapaxes(1, 2)
         target.update(row_keys, row_values)
 
-    def select_ancestors(
-        self, rows_of_level: Sequence[slice | mx.array], parents: Sequence[int]
+    def make_next_level_layer(
+        self, ancestor_rows_of_level: Sequence[slice | mx.array], parents: Sequence[int]
     ) -> "TreeLayer":
         """A layer with only those rows of each level that the rows of a new level can read."""
         parts = [
             (keys[rows], values[rows])
-            for (keys, values), rows in zip(self.parts, rows_of_level, strict=True)
+            for (keys, values), rows in zip(self.parts, ancestor_rows_of_level, strict=True)
         ]
         return TreeLayer(parts)
 
 
-def concatenate_columns(levels: list[mx.array]) -> mx.array:
-    """All columns of all levels in one array, (R, K, S, D) each -> (sum of R * S, K, D)."""
+def flatten_and_join_levels(level_arrays: list[mx.array]) -> mx.array:
+    """
+    The columns of all rows of all levels in one array.
+
+    Shapes: (R, K, S, D) for each level -> (sum of R * S, K, D).
+    """
     columns = []
-    for level in levels:
+    for level in level_arrays:
         _, num_heads, _, size = level.shape
         columns.append(level.swapaxes(1, 2).reshape(-1, num_heads, size))
     return mx.concatenate(columns)
@@ -75,11 +79,11 @@ def concatenate_columns(levels: list[mx.array]) -> mx.array:
 
 class TreeCache(Cache):
     """
-    A cache for a tree of token runs, in which each row continues a row of the level above.
+    A cache for a tree of token sequences, in which each row continues a row of the level above.
 
     A row sees all its ancestors, whose keys and values are stored only once for all descendants.
-    For a gated delta net, the state at the end of each row of the newest level is stored. One
-    forward pass computes all rows of a level, padded on the right. No array is written in place, so
+    A gated delta net stores only the state at the end of each row of the newest level. One forward
+    pass computes all rows of a level, padded on the right. No array is written in place, so
     gradients can be computed, and several new levels can be attached to the same cache:
 
         preamble = TreeCache(config.layer_kinds).with_new_level([len(ids)])
@@ -103,14 +107,14 @@ class TreeCache(Cache):
         """
         A cache with one more level, whose rows have the given lengths.
 
-        parents: the row of the newest level that each new row continues; None for a root level.
+        parents: the row of the newest level that each new row continues; None for the first level.
         """
         assert not self.rows or len(parents or []) == len(row_lengths), (
             "each new row needs a parent row"
         )
         extended = TreeCache(self.kinds)
         extended.widths = list(self.widths)
-        rows_of_level: list[slice | mx.array] = []
+        ancestor_rows_of_level: list[slice | mx.array] = []
         for level_lengths, row_of in zip(self.lengths, self.rows, strict=True):
             assert parents, "each new row needs a parent row"
             is_known = min(parents) >= 0 and max(parents) < len(row_of)
@@ -120,13 +124,14 @@ class TreeCache(Cache):
             is_consecutive = used == list(range(used[0], used[-1] + 1))
             # indexing with a slice makes no copy
             index = slice(used[0], used[-1] + 1) if is_consecutive else mx.array(used)
-            rows_of_level.append(index)
+            ancestor_rows_of_level.append(index)
             extended.lengths.append([level_lengths[row] for row in used])
             extended.rows.append([used.index(row) for row in rows])
         extended.lengths.append(row_lengths)
         extended.rows.append(list(range(len(row_lengths))))
         extended.layers = [
-            layer.select_ancestors(rows_of_level, parents or []) for layer in self.layers
+            layer.make_next_level_layer(ancestor_rows_of_level, parents or [])
+            for layer in self.layers
         ]
         return extended
 
@@ -141,8 +146,12 @@ class TreeCache(Cache):
             offsets = [offset + lengths[row] for offset, row in zip(offsets, rows, strict=True)]
         return mx.array(offsets, mx.int32)
 
-    def layout(self, num_new: int) -> AttentionLayout:
-        """Which rows read which part of each level, with a causal mask for the newest level."""
+    def attention_masks(self, num_new: int) -> AttentionMasks:
+        """
+        The rows and columns of each level that each row of the newest level may read.
+
+        The mask of the newest level is causal.
+        """
         newest_lengths = self.lengths[-1]
         longest = max(newest_lengths)
         assert num_new >= longest, f"{num_new} columns are too few for {longest} tokens"
@@ -168,7 +177,7 @@ class TreeCache(Cache):
         if min(newest_lengths) < num_new:
             begins = mx.zeros((len(newest_lengths),), mx.int32)
             spans = begins, mx.array(newest_lengths, dtype=mx.int32)
-        return AttentionLayout([*part_readers, PartReaders(mask="causal")], whole, spans)
+        return AttentionMasks([*part_readers, QueryRowsPerCacheRow(mask="causal")], whole, spans)
 
     def to_flat_cache(self) -> KVCache:
         """

@@ -2,9 +2,8 @@
 Decodes rows that take turns with tools or an environment.
 
 A `TurnScheduler` decides when a row's turn ends, and prefills the reply that the row gets before
-its next turn. The steps between two decisions are those of a decoder in sampler.py, where rows
-without turns are decoded too. The slots' cache is in kv_cache.py, and the replies come from
-tools/episodes.py.
+its next turn. Within a turn, a decoder in sampler.py samples the tokens, as it does for rows
+without turns. The slots' cache is in kv_cache.py, and the replies come from tools/episodes.py.
 """
 
 from typing import Protocol
@@ -17,25 +16,43 @@ from machine import gpu
 
 
 class Conversation(Protocol):
-    """Answers the turns of rows: a `tools.episodes.Episodes`."""
+    """
+    Answers the turns of rows: a `tools.episodes.Episodes` or a `serving.episodes.ServedEpisodes`.
+    """
 
-    context: int  # the most positions that a row may have, including its prompt
+    context: int  # the maximum number of positions in a row, including its prompt
+    wait_s: float  # how many seconds the sampler has waited for replies
 
-    def begin(self, rows: list[int]) -> None: ...
+    def begin(self, rows: list[int]) -> None:
+        """The rows begin; a row that already had turns begins again."""
 
-    def end_turn(self, row: int, ids: list[int]) -> None: ...
+    def turn_limit(self, row: int) -> int | None:
+        """The most tokens that the row's next turn may have; None if only the row has a limit."""
 
-    def take_replies(self, wait: bool) -> dict[int, list[int] | str]: ...
+    def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray) -> None:
+        """The row's turn has ended with these ids, and the row waits for a reply."""
+
+    def end_row(self, row: int, ids: list[int], logprobs: np.ndarray, reason: str) -> None:
+        """The row has ended because it has reached a limit. ids: those of its unfinished turn."""
+
+    def take_replies(self, wait: bool) -> dict[int, list[int] | str]:
+        """
+        The ids that rows get before their next turns, or the reasons why rows have ended.
+
+        A row may be ended in the middle of a turn; the tokens of this turn are then dropped.
+        """
+        ...
 
 
 class RowState(Protocol):
-    """The rows of a rollout: a `sampler.DecodeState`, which explains the members."""
+    """The interface of `sampler.DecodeState`, which describes the rows of a rollout."""
 
     max_tokens: np.ndarray
     limits: np.ndarray
     lengths: np.ndarray
     ended: np.ndarray
     ids: np.ndarray
+    columns: list[np.ndarray]
     sequences: list[list[int]]
     places: list[list[int]]
     reasons: list[str]
@@ -45,13 +62,13 @@ class RowState(Protocol):
 
     def is_over(self, row: int) -> bool: ...
 
-    def has_ended(self, rows: np.ndarray) -> np.ndarray: ...
+    def is_at_end_token_or_stop(self, rows: np.ndarray) -> np.ndarray: ...
 
     def show_progress(self) -> None: ...
 
 
 class Decoder(Protocol):
-    """Samples tokens for rows in slots: a `sampler.SlotDecoder`, which explains the members."""
+    """The interface of `sampler.SlotDecoder`, which samples tokens for the rows in slots."""
 
     cache: SlotCache
     rows: np.ndarray
@@ -62,28 +79,28 @@ class Decoder(Protocol):
 
     def queue_step(self) -> None: ...
 
-    def read_steps(self, num_left: int) -> None: ...
+    def read_all_but_newest(self, num_newest: int) -> None: ...
 
-    def append_ids(self, ids_of: dict[int, list[int]]) -> None: ...
+    def append_ids(self, ids_by_slot: dict[int, list[int]]) -> None: ...
 
     def has_enough_idle(self, num_idle: int) -> bool: ...
 
-    def reuse_slots(self, idle: list[int]) -> None: ...
+    def refill_or_drop_slots(self, idle_slots: list[int]) -> None: ...
 
 
 class TurnScheduler:
     """
     Samples rows that take turns, in the slots of a decoder. A row keeps its slot while it waits.
 
-    A row whose turn has ended gets no token until its reply comes. Meanwhile its slot still samples
-    tokens, which are dropped, so that its columns stay in place. A row with a finish reason is
-    complete.
+    A row whose turn has ended gets no token until its reply comes. Meanwhile the row's slot still
+    samples tokens, because a step samples one for every slot, and these tokens are dropped. A row
+    with a finish reason is complete.
     """
 
     def __init__(self, decoder: Decoder, prompt_lengths: dict[int, int]):
         """prompt_lengths: the number of prompt tokens of each row."""
         state = decoder.state
-        assert state.conversation is not None, "rows without turns"
+        assert state.conversation is not None, "the decoder's rows take no turns"
         self.decoder = decoder
         self.cache = decoder.cache
         self.state = state
@@ -91,7 +108,7 @@ class TurnScheduler:
         for net in self.cache.nets:
             net.keeps_before = True
 
-        # the most positions of each row after its prompt
+        # the maximum number of positions of each row after its prompt
         self.max_positions: dict[int, int] = {}
         for row, length in prompt_lengths.items():
             self.max_positions[row] = self.conversation.context - length
@@ -111,22 +128,22 @@ class TurnScheduler:
         """
         Samples all turns of all rows.
 
-        After each step, it reads all sampled tokens except the newest. When no row is in a turn, it
-        reads that token too.
+        After each step, all sampled tokens except the newest are read. When no row is in a turn,
+        the newest token is read too.
         """
         while not all(map(self.state.is_over, self.max_positions)):
             if self.is_sampling:
                 self.decoder.queue_step()
-            self.decoder.read_steps(num_left=1 if self.is_sampling else 0)
+            self.decoder.read_all_but_newest(num_newest=1 if self.is_sampling else 0)
             self._end_turns()
             self._collect_replies()
             self._reuse_slots()
             self._prefill_replies()
             self.state.show_progress()
-        mx.synchronize()  # wait: a queued step holds the cache
+        mx.synchronize()  # wait, because a queued step still uses the cache
 
     @property
-    def rows(self) -> list[int]:
+    def row_of_slot(self) -> list[int]:
         """The row of each slot."""
         return self.decoder.rows.tolist()
 
@@ -136,16 +153,16 @@ class TurnScheduler:
         return not self.state.ended[self.decoder.rows].all()
 
     @property
-    def complete_slots(self) -> list[int]:
+    def slots_of_complete_rows(self) -> list[int]:
         """The slots of rows that are complete."""
-        return [slot for slot, row in enumerate(self.rows) if self.state.is_over(row)]
+        return [slot for slot, row in enumerate(self.row_of_slot) if self.state.is_over(row)]
 
     # ---- turns
 
     def _end_turns(self) -> None:
-        """Ends turns, and stores the states that the gated delta nets had at their ends."""
+        """Ends turns, and stores the states of the gated delta nets at the end of each turn."""
         state = self.state
-        for slot, row in enumerate(self.rows):
+        for slot, row in enumerate(self.row_of_slot):
             if not state.ended[row]:
                 continue
             length = state.lengths[row]
@@ -155,7 +172,7 @@ class TurnScheduler:
                 num_extra = int(self.decoder.num_sampled[row] - length)
                 self.net_states[row] = [net.get_state(slot, num_extra) for net in self.cache.nets]
                 mx.async_eval(self.net_states[row])
-            # columns of tokens sampled after the end are overwritten
+            # later writes overwrite the columns of tokens that were sampled after the end
             self.cache.lengths[slot] = len(state.sequences[row])
 
     def _end_turn(self, row: int) -> None:
@@ -163,13 +180,35 @@ class TurnScheduler:
         state = self.state
         places = state.places[row]
         sequence = state.sequences[row]
-        turn = state.ids[row, len(places) : state.lengths[row]].tolist()
+        begin = len(places)
+        end = int(state.lengths[row])
+        turn = state.ids[row, begin:end].tolist()
+        logprobs = state.columns[1][row, begin:end].copy()
         places.extend(range(len(sequence), len(sequence) + len(turn)))
         sequence.extend(turn)
-        if state.has_ended(np.array([row]))[0]:
-            self.conversation.end_turn(row, turn)
+        is_finished = bool(state.is_at_end_token_or_stop(np.array([row]))[0])
+        if is_finished or not self._is_at_limit(row):
+            self.conversation.end_turn(row, turn, logprobs)
         else:
-            state.reasons[row] = self._limit_reason(row)
+            self._end_row_at_limit(row, turn, logprobs)
+
+    def _is_at_limit(self, row: int) -> bool:
+        """Whether a row can get no more tokens. If it can, only its turn has reached a limit."""
+        state = self.state
+        return state.lengths[row] == state.max_tokens[row] or self._positions_left(row) <= 0
+
+    def _end_row_at_limit(self, row: int, turn: list[int], logprobs: np.ndarray) -> None:
+        """Ends a row that has reached a limit. turn: the ids of its unfinished turn, if any."""
+        reason = self._finish_reason_at_limit(row)
+        self.state.reasons[row] = reason
+        self.conversation.end_row(row, turn, logprobs, reason)
+
+    def _drop_unfinished_turn(self, row: int) -> None:
+        """Ends the row's turn without its tokens, if the row is in the middle of a turn."""
+        state = self.state
+        if not state.ended[row]:
+            state.ended[row] = True
+            state.lengths[row] = len(state.places[row])
 
     def _collect_replies(self) -> None:
         """
@@ -178,15 +217,16 @@ class TurnScheduler:
         Waits for a reply if there is nothing else to do.
         """
         state = self.state
-        is_idle = not (self.is_sampling or self.replies or self.complete_slots)
+        is_idle = not (self.is_sampling or self.replies or self.slots_of_complete_rows)
         replies = self.conversation.take_replies(wait=is_idle)
         for row, reply in replies.items():
             if isinstance(reply, str):
+                self._drop_unfinished_turn(row)
                 state.reasons[row] = reply
                 continue
             has_sampled_all = state.lengths[row] == state.max_tokens[row]
             if has_sampled_all or len(reply) >= self._positions_left(row):
-                state.reasons[row] = self._limit_reason(row)
+                self._end_row_at_limit(row, [], np.zeros(0, np.float32))
             else:
                 self.replies[row] = reply
 
@@ -202,38 +242,42 @@ class TurnScheduler:
         """Lets a row sample up to its limits."""
         state = self.state
         end_of_context = state.lengths[row] + self._positions_left(row)
-        state.limits[row] = min(state.max_tokens[row], end_of_context)
+        limit = min(state.max_tokens[row], end_of_context)
+        turn_limit = self.conversation.turn_limit(row)
+        if turn_limit is not None:
+            limit = min(limit, state.lengths[row] + turn_limit)
+        state.limits[row] = limit
         state.ended[row] = False
 
-    def _limit_reason(self, row: int) -> str:
+    def _finish_reason_at_limit(self, row: int) -> str:
         """The finish reason of a row that has reached a limit."""
         return "length" if self.state.lengths[row] == self.state.max_tokens[row] else "context"
 
     def _reuse_slots(self) -> None:
         """Gives the slots of complete rows to waiting rows, or drops them if no row waits."""
-        complete = self.complete_slots
+        complete = self.slots_of_complete_rows
         if not complete:
             return
         if self.is_sampling and not self.decoder.has_enough_idle(len(complete)):
             return
-        self.decoder.read_steps(num_left=0)
-        self.decoder.reuse_slots(complete)
+        self.decoder.read_all_but_newest(num_newest=0)
+        self.decoder.refill_or_drop_slots(complete)
 
     # ---- replies
 
     def _prefill_replies(self) -> None:
         """Prefills the replies of the rows in slots, whose next turns then begin."""
-        rows = self.rows
+        row_of_slot = self.row_of_slot
         replies: dict[int, list[int]] = {}  # by slot
-        for slot, row in enumerate(rows):
+        for slot, row in enumerate(row_of_slot):
             if row in self.replies:
                 replies[slot] = self.replies.pop(row)
         if not replies:
             return
 
-        self.decoder.read_steps(num_left=0)
+        self.decoder.read_all_but_newest(num_newest=0)
         for slot, ids in replies.items():
-            row = rows[slot]
+            row = row_of_slot[slot]
             self.state.sequences[row] += ids
             self._begin_turn(row)
             net_states = self.net_states.pop(row)

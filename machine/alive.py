@@ -100,7 +100,7 @@ class Bar(tqdm):
         """
         Sets the bar's count to `num_done`, and shows a speed.
 
-        The speed is the `amount` of work done so far, divided by the time so far.
+        The speed is the `amount` of work done so far, divided by the elapsed time.
         """
         if not self.disable:
             speed = amount / self.format_dict["elapsed"]
@@ -111,7 +111,7 @@ class Bar(tqdm):
         """
         The activity and its progress, as in the text "sampling: 23 of 64 rows, about 40 s left".
 
-        Before the first item is done, the text gives the elapsed time instead of the time left.
+        The text gives the elapsed time instead if the time left cannot be estimated.
         """
         num_done = self.n - self.start_n
         num_left = self.total - self.n if self.total else 0
@@ -137,7 +137,7 @@ class Bar(tqdm):
 
 
 def show_activity(activity: str) -> Bar:
-    """A context manager that shows an activity of unknown duration if the activity takes long."""
+    """A context manager that shows an activity of unknown duration if it takes long."""
     return Bar(desc=activity, disable=True)
 
 
@@ -232,7 +232,7 @@ def max_silence_on_stderr() -> float:
     """
     The longest time without output on stderr, in seconds.
 
-    The time is short only in a terminal, where a person watches and no line is kept in a file.
+    The time is shorter in a terminal, where a person watches, than in a file or a pipe.
     """
     try:
         is_terminal = sys.stderr.isatty()

@@ -1,5 +1,5 @@
 """
-Estimates how long a training step takes on Apple's chips, from its FLOPs and the bytes it moves.
+Estimates how long a training step takes on Apple's chips from the step's FLOPs and moved bytes.
 
 Each phase of a step needs a certain time to move its bytes at the chip's bandwidth, and a certain
 time to compute its FLOPs at the chip's arithmetic speed. The longer of these two times is the

@@ -33,7 +33,8 @@ LOG2_E = 1 / math.log(2)
 # log(2) as a sum of two parts. The product of an integer and the first part is exact.
 LOG2_HIGH = 0.693145751953125
 LOG2_LOW = 1.428606765330187e-06
-# Adding this number to a float32 below 2**22 and subtracting it again gives the nearest integer.
+# If this number is added to a float32 below 2**22 and then subtracted, the result is the nearest
+# integer.
 ROUNDING_SHIFT = 1.5 * 2**23
 # For fewer numbers, the power of two is as fast as the six compiled loops and their arrays.
 MIN_COMPILED_SIZE = 2**13
@@ -77,7 +78,7 @@ def compile_exp(size: int) -> Callable[[mx.array], mx.array]:
 @contextlib.contextmanager
 def hold_build_lock() -> Iterator[None]:
     """
-    Inside the context, this process is the only one that builds compiled loops.
+    Inside the context, no other process builds compiled loops.
 
     MLX stores compiled loops in a temporary directory, and loads loops that are already there.
     Without this lock, one process could load a file that another process is still writing.
@@ -94,11 +95,12 @@ def hold_build_lock() -> Iterator[None]:
 
 
 @functools.cache
-def can_compile_loops() -> bool:
+def try_to_compile_loops() -> bool:
     """
     Whether `mx.compile` can build loops on this machine.
 
-    The first call builds a loop to find out, which takes 5 s unless the loop already exists.
+    The first call builds a loop to find out, which takes 5 s unless the loop already exists. If the
+    loop cannot be built although g++ exists, a line on stderr gives the reason.
     """
     if sys.platform != "linux" or shutil.which("g++") is None:
         return False
@@ -135,7 +137,7 @@ def exp(x: mx.array, shift: mx.array | None = None) -> mx.array:
 def _should_use_compiled_exp(x: mx.array) -> bool:
     if not gpu.is_forward_only():
         return False
-    return x.dtype == mx.float32 and x.size >= MIN_COMPILED_SIZE and can_compile_loops()
+    return x.dtype == mx.float32 and x.size >= MIN_COMPILED_SIZE and try_to_compile_loops()
 
 
 def _exp_as_power_of_two(x: mx.array) -> mx.array:

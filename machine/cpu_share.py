@@ -1,9 +1,10 @@
 """
-Measures how much of a CPU a run gets, and describes a shortage.
+Measures how much CPU time a run gets, and describes a shortage.
 
 On a busy machine, or in a container with little CPU time, a run takes several times as long as it
-should. Only the phases of a step that compute on the CPU are measured: a reward function, a tool or
-a judge may wait for another program, and a GPU does not need the CPU.
+should. Only phases that compute on the CPU are measured. A low CPU time in other phases is no
+shortage, because a reward function, a tool or a judge may wait for another program, and a GPU
+computes without the CPU.
 """
 
 import resource
@@ -11,7 +12,7 @@ import resource
 from machine import gpu
 
 COMPUTING_PHASES = ("ref", "teacher", "update")  # these phases wait for no other program
-FEW_CORES = 0.5
+FEW_CORES = 0.5  # a process that gets fewer CPU cores than this has a shortage
 # A shorter measurement may be dominated by reading files, or by a short burst of other work.
 MIN_SECONDS = 5.0
 
@@ -36,8 +37,12 @@ class CpuShare:
         self.elapsed_s = 0.0
         self.cpu_s = 0.0
 
-    def add_phase(self, name: str, elapsed_s: float, cpu_s: float) -> None:
-        """Adds a phase that took `elapsed_s` seconds and used `cpu_s` seconds of CPU time."""
+    def add_if_cpu_phase(self, name: str, elapsed_s: float, cpu_s: float) -> None:
+        """
+        Adds the seconds of a phase if the phase computes on the CPU.
+
+        `elapsed_s` is the duration of the phase, and `cpu_s` is the CPU time that it used.
+        """
         if name in COMPUTING_PHASES and not gpu.on_gpu():
             self.elapsed_s += elapsed_s
             self.cpu_s += cpu_s

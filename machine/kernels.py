@@ -55,8 +55,8 @@ class Kernel:
     def header_and_body(self) -> tuple[str, str]:
         """The text before the kernel function, and the body of the kernel function."""
 
-        def read_included_file(line: re.Match[str]) -> str:
-            return self.path.with_name(line[1]).read_text("utf-8")
+        def read_included_file(include_line: re.Match[str]) -> str:
+            return self.path.with_name(include_line[1]).read_text("utf-8")
 
         source = self.path.read_text("utf-8")
         text = re.sub(r'^ *#include "(.+)"\n', read_included_file, source, flags=re.M)
@@ -107,9 +107,10 @@ class Kernel:
 @functools.lru_cache(maxsize=None, typed=True)  # typed: 0.0 and False are equal
 def constant_array(*values: float | bool) -> mx.array:
     """
-    A cached array of the given numbers, for kernels, whose inputs must be arrays.
+    A cached array of the given numbers.
 
-    The numbers come from settings, so the cache of these arrays stays small.
+    Kernels need such arrays because all their inputs must be arrays. The numbers come from
+    settings, so the cache stays small.
     """
     return mx.array(values)
 
@@ -147,7 +148,7 @@ class Op(Generic[P, R]):
         self.reference: Callable[..., R] = reference
         self.launch: Callable[..., R] = launch
         self.gradient = gradient or self._reference_gradient
-        # the dtypes for which the kernel gave wrong results on this machine
+        # the dtypes for which the kernel failed or gave wrong results on this machine
         self.disabled_dtypes: set[mx.Dtype] = set()
         OPS[self.name] = self
 
@@ -191,7 +192,7 @@ class Op(Generic[P, R]):
 
     def can_run(self, dtype: mx.Dtype) -> bool:
         """Whether the kernel is available and allowed for arrays of this dtype."""
-        is_enabled = gpu.can_run_metal_kernels() and are_kernels_wanted()
+        is_enabled = gpu.can_run_metal_kernels() and is_kernels_variable_on()
         return is_enabled and dtype in TOLERANCES and dtype not in self.disabled_dtypes
 
     def find_kernel_fault(self, *arguments: Any, **settings: Any) -> str:
@@ -236,9 +237,9 @@ _recorded_calls: list[list[Call]] = []  # one list per active `record_calls` con
 @contextlib.contextmanager
 def record_calls() -> Iterator[list[Call]]:
     """
-    A list to which all operations inside the context append their calls.
+    Inside the context, all operations append their calls to the yielded list.
 
-    Inside the context, the operations evaluate their expressions and run no kernels.
+    The operations then evaluate their expressions and run no kernels.
     """
     calls: list[Call] = []
     _recorded_calls.append(calls)
@@ -314,7 +315,7 @@ def _float_arrays_and_replacer(
 def random_normal_array(
     *shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0
 ) -> mx.array:
-    """Normally distributed numbers for checks, which are the same in every process."""
+    """Normally distributed numbers for checks; every process gets the same numbers."""
     return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
 
 
@@ -357,7 +358,7 @@ def kernel_error_over_allowed_error(
     return worst
 
 
-def are_kernels_wanted() -> bool:
+def is_kernels_variable_on() -> bool:
     """
     Whether the environment variable GWEN_KERNELS is "on", unset or empty.
 

@@ -53,9 +53,9 @@ MOST_REASON = 1000
 
 class LinkError(ValueError):
     """
-    The error raised if another machine has failed, has disconnected or is out of step.
+    Another machine has failed, has disconnected or is out of step.
 
-    The error's message is one line.
+    The message of the error is one line.
     """
 
 
@@ -67,9 +67,9 @@ def connect_machines() -> Iterator[None]:
     """
     Inside the context, this process is connected to the other processes that a launcher started.
 
-    If this machine ends early, it tells the other machines why. Ranks other than 0 print nothing
-    except one line if they end early. SIGTERM and SIGHUP, which are sent by a launcher or after a
-    lost connection, act like Ctrl-C.
+    If this machine ends early, it tells the other machines why. Ranks other than 0 print nothing,
+    except for one line if they end early. SIGTERM, which a launcher may send, and SIGHUP, which
+    follows a lost connection to the terminal, act like Ctrl-C.
 
     Raises ValueError if the machines do not find each other.
     """
@@ -148,7 +148,7 @@ def raise_if_machines_differ(facts: dict[str, Any]) -> None:
         for fact, value in machine_facts.items():
             if value != expected[fact]:
                 raise LinkError(
-                    f"{name} has another {fact} than {current.names[0]}: {value} instead of "
+                    f"{name} has a different {fact} than {current.names[0]}: {value} instead of "
                     f"{expected[fact]}; use the same {fact} on all machines"
                 )
 
@@ -217,7 +217,7 @@ class ExchangeJob(NamedTuple):
     purpose: str
     data: bytes
     array_to_sum: np.ndarray | None
-    reason: str
+    end_reason: str
 
 
 class Link:
@@ -247,13 +247,13 @@ class Link:
         purpose: str,
         data: bytes = b"",
         array_to_sum: np.ndarray | None = None,
-        reason: str = "",
+        end_reason: str = "",
     ) -> list[bytes]:
         """
         Exchanges data with all machines, and returns the data of all machines, by rank.
 
         array_to_sum: an array that is overwritten with its sum over all machines.
-        reason: the reason why this machine ends, or "" if it does not end.
+        end_reason: the reason why this machine ends, or "" if it does not end.
 
         The thread carries out the whole exchange, so that Ctrl-C on this machine does not interrupt
         the exchange on the other machines.
@@ -264,8 +264,8 @@ class Link:
         if self.is_over:
             raise LinkError("the connection to the other machines has already ended")
         begin = time.monotonic()
-        timeout = FAREWELL_TIMEOUT if reason else EXCHANGE_TIMEOUT
-        job = ExchangeJob(Future(), purpose, data, array_to_sum, reason)
+        timeout = FAREWELL_TIMEOUT if end_reason else EXCHANGE_TIMEOUT
+        job = ExchangeJob(Future(), purpose, data, array_to_sum, end_reason)
         self.jobs.put(job)
         num_before = -1
         while not job.result.done() and num_before < self.num_collectives:
@@ -277,7 +277,8 @@ class Link:
         if self.is_stuck:
             self.is_over = True
             raise LinkError(
-                f"a machine hangs or is very late: no data has arrived for {timeout:.0f} s"
+                f"a machine hangs or is very late: no data has arrived for {timeout:.0f} s; "
+                "start all machines again"
             )
         error = job.result.exception()
         if error is None:
@@ -301,7 +302,7 @@ class Link:
         if not self.is_over and not is_success:
             reason = " ".join(_end_reason_without_machine_name(error).split())[:MOST_REASON]
             with contextlib.suppress(LinkError, KeyboardInterrupt):
-                self.exchange("", reason=reason)
+                self.exchange("", end_reason=reason)
         self.is_over = True
 
     def _exit_if_stuck(self) -> None:
@@ -332,7 +333,7 @@ class Link:
         Raises LinkError if a machine ends, or if two machines have different purposes.
         """
         purpose_checksum = zlib.crc32(job.purpose.encode())
-        header = json.dumps([job.reason, purpose_checksum, len(job.data)])
+        header = json.dumps([job.end_reason, purpose_checksum, len(job.data)])
         headers = self._gather_bytes(header.encode().ljust(HEADER_SIZE))
         reasons, purposes, sizes = zip(*map(json.loads, headers), strict=True)
         for name, reason in zip(self.names, reasons, strict=True):

@@ -1,5 +1,5 @@
 """
-The size of this machine's memory, out-of-memory errors, and the number of rows that fit at once.
+The size of this machine's memory, out-of-memory errors, and the number of rows that fit in memory.
 
 All functions work with and without a GPU. preflight.py estimates the memory that a run needs.
 """

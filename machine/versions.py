@@ -1,4 +1,4 @@
-"""Facts about the environment of a run or measurement, which are needed to reproduce it."""
+"""Facts about the software and hardware that are needed to reproduce a run or a measurement."""
 
 import os
 import platform

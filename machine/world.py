@@ -1,10 +1,10 @@
 """
-Provides this process's rank, its share of the work, and collectives, for several machines.
+Provides this process's rank, its share of the work, and collectives, for runs on several machines.
 
-The functions `all_gather`, `compute_on_rank0`, `all_sum` and `broadcast` are collectives, which all
-ranks must call in the same order. If there is only one process, a collective opens no
-connection, makes no copies and never waits. machine/link.py defines how ranks connect, exchange
-data and disconnect.
+The functions `all_gather`, `gather_sorted_by_number`, `compute_on_rank0`, `all_sum` and
+`broadcast_from_rank0` are collectives, which all ranks must call in the same order. If there is
+only one process, a collective opens no connection, makes no copies and never waits. machine/link.py
+defines how ranks connect, exchange data and disconnect.
 """
 
 import itertools
@@ -40,7 +40,7 @@ def own_item_indices(costs: Sequence[float]) -> list[int]:
     """
     The indices of this rank's items, in ascending order.
 
-    Items are assigned to the ranks in turn, starting with the costliest item.
+    The items are dealt to the ranks in turn, the costliest item first.
     """
     by_cost = sorted(range(len(costs)), key=lambda number: -costs[number])
     return sorted(by_cost[rank() :: size()])
@@ -74,14 +74,15 @@ def all_gather(value: Any, purpose: str = "all_gather") -> list[Any]:
 
 
 def gather_sorted_by_number(
-    values: dict[int, T], purpose: str = "gather_sorted_by_number"
+    value_of_number: dict[int, T], purpose: str = "gather_sorted_by_number"
 ) -> list[T]:
     """
     The values of all ranks in one list, sorted by their numbers.
 
-    `values` contains the values of this rank by number. No two ranks may use the same number.
+    value_of_number: this rank's values, each under its number. No two ranks may use the same
+    number.
     """
-    pairs = itertools.chain(*all_gather(list(values.items()), purpose))
+    pairs = itertools.chain(*all_gather(list(value_of_number.items()), purpose))
     return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
 
 
@@ -143,7 +144,7 @@ def checksum(arrays: Sequence[mx.array]) -> int:
     return crc
 
 
-def pop_wait_seconds() -> dict[str, float]:
+def pop_wait_seconds_metric() -> dict[str, float]:
     """
     The seconds spent in collectives since the last call, under the key "wait".
 

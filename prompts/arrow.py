@@ -1,11 +1,11 @@
 """
-Reads the rows of Arrow tables in the form that they have in JSON, where a key that a row lacks is
-absent.
+Converts tables to rows of Python values, with the same keys that the rows would have in JSON.
 
-Arrow gives every struct in a column the same fields, and sets fields that a row lacks to null. Gwen
-removes fields that are null for this reason, at any depth. A null is kept if it is the whole value
-of a column, or if it is in a list, in a map or in JSON text, because a user must have written such
-a null. This file does not cover which files contain tables (prompts/files.py).
+In JSON, a row may lack keys that other rows have. Arrow gives every struct in a column the same
+fields, and sets fields that a row lacks to null. Gwen removes fields that are null for this reason,
+at any depth. A null is kept if it is the whole value of a column, or if it is in a list, in a map
+or in JSON text, because a user must have written such a null. prompts/files.py decides which files
+contain tables.
 """
 
 import json
@@ -24,8 +24,8 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 def rows_from_arrow_table(table: Any) -> Rows:
     """The rows of a `pyarrow.Table`."""
     columns: dict[str, list[Any]] = {}
-    for place, field in enumerate(table.schema):
-        values = table.column(place).to_pylist()
+    for index, field in enumerate(table.schema):
+        values = table.column(index).to_pylist()
         columns[field.name] = [_value_without_null_fields(value, field.type) for value in values]
     rows = []
     for row in range(table.num_rows):
@@ -87,7 +87,7 @@ def rows_and_num_doubtful_nulls(data: Any) -> tuple[Rows, int]:
         return rows_from_arrow_table(data), 0
     if module == "pandas":
         return [
-            _row_from_pandas(row) for row in _with_integer_columns_restored(data).to_dict("records")
+            _row_from_pandas(row) for row in _copy_with_integer_columns(data).to_dict("records")
         ], 0
     if module == "polars":
         return rows_without_inner_nulls(data.to_dicts()), 0
@@ -100,10 +100,12 @@ def rows_and_num_doubtful_nulls(data: Any) -> tuple[Rows, int]:
     return rows, 0
 
 
-def _with_integer_columns_restored(frame: Any) -> Any:
+def _copy_with_integer_columns(frame: Any) -> Any:
     """
-    A copy of a DataFrame in which columns are integers again if pandas made them floats only
-    because a cell is missing.
+    A copy of a DataFrame, with float columns converted to integers where possible.
+
+    pandas stores a column of integers as floats if a cell is missing. Only columns with missing
+    cells are converted.
     """
     floats = [
         name for name in frame.columns if frame[name].dtype.kind == "f" and frame[name].isna().any()
@@ -114,7 +116,8 @@ def _with_integer_columns_restored(frame: Any) -> Any:
 def _row_from_pandas(row: dict[str, Any]) -> dict[str, Any]:
     """A row of a DataFrame as Python values, with None for missing cells."""
     return {
-        str(name): without_null_keys(_python_value_from_numpy(value)) for name, value in row.items()
+        str(name): copy_without_null_keys(_python_value_from_numpy(value))
+        for name, value in row.items()
     }
 
 
@@ -132,25 +135,28 @@ def _python_value_from_numpy(value: Any) -> Any:
     return None if is_missing else value
 
 
-def without_null_keys(value: Any) -> Any:
-    """A copy of a row's value in which all keys whose value is null are removed, at any depth."""
+def copy_without_null_keys(value: Any) -> Any:
+    """A copy of a value without the keys that are null, at any depth. Nulls in lists are kept."""
     if isinstance(value, dict):
         return {
-            name: without_null_keys(field) for name, field in value.items() if field is not None
+            name: copy_without_null_keys(field)
+            for name, field in value.items()
+            if field is not None
         }
     if isinstance(value, list):
-        return [without_null_keys(item) for item in value]
+        return [copy_without_null_keys(item) for item in value]
     return value
 
 
 def rows_without_inner_nulls(rows: Rows) -> Rows:
     """
-    Copies of rows in which null keys inside their values are removed. A column whose value is null
-    is kept.
+    Copies of rows without the null keys inside column values.
+
+    A column whose own value is null is kept.
     """
     reduced = []
     for row in rows:
-        reduced.append({name: without_null_keys(value) for name, value in row.items()})
+        reduced.append({name: copy_without_null_keys(value) for name, value in row.items()})
     return reduced
 
 
@@ -161,9 +167,8 @@ def looks_filled_with_nulls(rows: Rows) -> bool:
     """
     Whether rows look as if Arrow had added keys with nulls to them.
 
-    In rows to which Arrow added nulls, all dictionaries at the same path have the same keys in the
-    same order, and at least one key inside a column is null in one row and has a value in another
-    row.
+    In such rows, all dictionaries at the same path have the same keys in the same order. In
+    addition, at least one key inside a column is null in one place and has a value in another.
     """
     keys: dict[Place, list[str]] = {}
     null_places = set[Place]()
@@ -199,8 +204,9 @@ def looks_written_by_pandas(json_text: str) -> bool:
 
 def count_inner_nulls(value: Any, *, is_row: bool = True) -> int:
     """
-    The number of null keys inside a value. is_row: whether the value is a whole row, whose own keys
-    do not count.
+    The number of null keys inside a value, at any depth.
+
+    is_row: whether the value is a row or a list of rows. A row's own keys do not count.
     """
     if isinstance(value, dict):
         num = 0 if is_row else sum(field is None for field in value.values())

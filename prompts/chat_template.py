@@ -2,8 +2,8 @@
 Turns messages into text and token ids with a tokenizer's chat template.
 
 Special tokens in a user's text are encoded as plain text, so "<|im_end|>" in a message does not end
-the message. This file does not cover which messages a task has (tasks/), or how users' messages are
-read (prompts/messages.py).
+the message. The code in tasks/ chooses a task's messages, and prompts/messages.py reads users'
+messages.
 """
 
 import contextlib
@@ -21,19 +21,22 @@ from prompts.messages import THOUGHTS
 _day = [datetime.date.today()]  # the day that templates show as today's date
 
 
-def set_template_date(day: str) -> None:
+def set_template_date(iso_date: str) -> None:
     """
     Sets the day that chat templates show as today's date.
 
-    day: a date such as "2026-11-23". The templates of Llama 3 and SmolLM3 show today's date. A run
-    keeps the day on which it started, so that its prompts stay the same.
+    The templates of Llama 3 and SmolLM3 show today's date. A run keeps the day on which it started,
+    so that its prompts stay the same.
+    iso_date: a date such as "2026-11-23".
     """
-    _day[0] = datetime.date.fromisoformat(day)
+    _day[0] = datetime.date.fromisoformat(iso_date)
 
 
 def _template_with_set_date(template: Any) -> str | None:
     """
-    The template with calls of `strftime_now` replaced by the set day; None if it has no such calls.
+    The template, with each call of `strftime_now` replaced by the date from `set_template_date`.
+
+    Returns None if the template has no such calls.
     """
     if not isinstance(template, str) or "strftime_now" not in template:
         return None
@@ -47,10 +50,9 @@ def mark_special_tokens_as_text(
     tokenizer: Any, messages: list[dict[str, Any]], *, all_added_tokens: bool = False
 ) -> list[dict[str, Any]]:
     """
-    Returns a copy of messages in which special tokens are marked, so that `encode_marked_text`
-    encodes them as text.
+    A copy of the messages, with marks that make `encode_marked_text` encode special tokens as text.
 
-    all_added_tokens: whether to mark also control tokens that are not special, such as <tool_call>.
+    all_added_tokens: whether to also mark control tokens that are not special, such as <tool_call>.
     """
     # imported here because it takes seconds
     from transformers.utils.chat_template_utils import mark_control_tokens
@@ -77,17 +79,19 @@ def render_chat(
     messages: list[dict[str, Any]],
     thinking: bool | None,
     *,
-    opened: bool = True,
+    add_generation_prompt: bool = True,
     tools: list[dict[str, Any]] | None = None,
     variables: dict[str, Any] | None = None,
 ) -> str:
     """
-    Renders messages with the tokenizer's chat template, up to the beginning of the next reply.
+    Renders messages with the tokenizer's chat template.
 
-    thinking: whether the model thinks; None leaves the choice to the template. opened: whether the
-    text includes the beginning of the next reply; if false, the text ends after the last message.
-    tools: the JSON schemas of the tools. variables: further template variables from a row's
-    `chat_template_kwargs`, which may include `enable_thinking`. Templates ignore unknown variables.
+    thinking: whether the model thinks; None leaves the choice to the template.
+    add_generation_prompt: whether the text ends with the beginning of the next reply. Otherwise it
+        ends after the last message.
+    tools: the JSON schemas of the tools.
+    variables: further template variables from a row's `chat_template_kwargs`, which may include
+        `enable_thinking`. Templates ignore unknown variables.
 
     Raises ValueError if the template fails, or if the tokenizer has no template.
     """
@@ -105,7 +109,7 @@ def render_chat(
         text = tokenizer.apply_chat_template(
             messages,
             tokenize=False,
-            add_generation_prompt=opened,
+            add_generation_prompt=add_generation_prompt,
             tools=tools or None,
             chat_template=_template_with_set_date(template),
             **(variables or {}),
@@ -160,41 +164,44 @@ def prepare_messages_for_template(
     tokenizer: Any, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """
-    Copies messages for the template: moves each thought to the key that the template uses for
-    thoughts, or into the content if there is no such key.
+    Copies of the messages, without weights and with thoughts where the template expects them.
+
+    Each thought moves to the key that the template uses for thoughts, or into the content if there
+    is no such key.
 
     Raises ValueError if the template does not render a key of a message, or if it does not render a
     tool's result.
     """
-    prepared = [_with_thought_under_template_key(tokenizer, message) for message in messages]
-    for place, message in enumerate(prepared):
+    prepared = [_copy_with_thought_at_template_key(tokenizer, message) for message in messages]
+    for index, message in enumerate(prepared):
         is_reply = message["role"] == "assistant"
-        through_message = prepared[: place + 1]
+        through_message = prepared[: index + 1]
         for key in sorted(message.keys() - {*USUAL_KEYS, *THOUGHTS}):
-            if not _repeats_call_name(prepared[:place], message, key):
+            if not _repeats_call_name(prepared[:index], message, key):
                 _raise_if_key_is_not_rendered(tokenizer, through_message, key)
         if message["role"] == "tool":
             _raise_if_result_is_not_rendered(tokenizer, through_message)
         if not is_reply:
             for key in sorted(message.keys() & {*THOUGHTS}):
                 _raise_if_key_is_not_rendered(tokenizer, through_message, key)
-    return [_without_key(message, "weight") for message in prepared]
+    return [_copy_without_key(message, "weight") for message in prepared]
 
 
-def _without_key(message: dict[str, Any], key: str) -> dict[str, Any]:
+def _copy_without_key(message: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name != key}
 
 
-def _with_thought_under_template_key(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
+def _copy_with_thought_at_template_key(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
     """
-    A copy of a message. If the message is a reply with a thought, the thought is moved to the key
-    that the template renders, or into the content.
+    A copy of a message, in which the thought of a reply is under the key that the template renders.
+
+    If the template renders no such key, the thought is at the beginning of the content.
     """
     key = next((name for name in THOUGHTS if name in message), None)
     if key is None or message["role"] != "assistant":
         return message
     thought = message[key]
-    rest = _without_key(message, key)
+    rest = _copy_without_key(message, key)
     template_key = _find_thought_key(tokenizer, json.dumps(tokenizer.chat_template))
     if template_key:
         return rest | {template_key: thought}
@@ -206,14 +213,16 @@ def _find_thought_key(tokenizer: Any, template: str) -> str | None:
     """
     The key from which the template takes a reply's thought; None if the template has no such key.
 
-    template: the template's text, which is a parameter only so that the cache notices a changed
-    template.
+    template: the template's text. It is a parameter only so that the cached result of an earlier
+        template is not returned after a change of the template.
     """
     question = {"role": "user", "content": "one"}
     for key in THOUGHTS:
         reply = {"role": "assistant", "content": "two", key: "pondered"}
         with contextlib.suppress(ValueError):  # a template may raise an error for an unknown key
-            if "pondered" in render_chat(tokenizer, [question, reply], True, opened=False):
+            if "pondered" in render_chat(
+                tokenizer, [question, reply], True, add_generation_prompt=False
+            ):
                 return key
     return None
 
@@ -221,7 +230,7 @@ def _find_thought_key(tokenizer: Any, template: str) -> str | None:
 def _repeats_call_name(
     earlier_messages: list[dict[str, Any]], message: dict[str, Any], key: str
 ) -> bool:
-    """Whether a key of a tool's result only repeats the name of an earlier call."""
+    """Whether a key of a tool's result only repeats the name in an earlier tool call."""
     if message["role"] != "tool" or key != "name":
         return False
     calls = [call for earlier in earlier_messages for call in earlier.get("tool_calls", [])]
@@ -232,12 +241,13 @@ def _renders_differently(
     tokenizer: Any, messages: list[dict[str, Any]], reduced: list[dict[str, Any]]
 ) -> bool:
     """
-    Whether reduced messages render to a different text than the original messages, or cannot be
-    rendered.
+    Whether the reduced messages render to a different text than the original messages.
+
+    Returns True if the reduced messages cannot be rendered.
     """
-    text = render_chat(tokenizer, messages, True, opened=False)
+    text = render_chat(tokenizer, messages, True, add_generation_prompt=False)
     try:
-        return text != render_chat(tokenizer, reduced, True, opened=False)
+        return text != render_chat(tokenizer, reduced, True, add_generation_prompt=False)
     except ValueError:
         return True
 
@@ -245,7 +255,7 @@ def _renders_differently(
 def _raise_if_key_is_not_rendered(tokenizer: Any, messages: list[dict[str, Any]], key: str) -> None:
     """Raises ValueError if a key of the last message makes no difference to the rendered text."""
     last = messages[-1]
-    if _renders_differently(tokenizer, messages, [*messages[:-1], _without_key(last, key)]):
+    if _renders_differently(tokenizer, messages, [*messages[:-1], _copy_without_key(last, key)]):
         return
     fix = "use a model with tools" if key == "tool_calls" else "move it into the content"
     raise ValueError(
@@ -255,9 +265,7 @@ def _raise_if_key_is_not_rendered(tokenizer: Any, messages: list[dict[str, Any]]
 
 
 def _raise_if_result_is_not_rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> None:
-    """
-    Raises ValueError if the template does not render the last message, which is a tool's result.
-    """
+    """Raises ValueError if the template ignores the last message, which is a tool's result."""
     if not _renders_differently(tokenizer, messages, messages[:-1]):
         raise ValueError(
             f"the model's chat template does not render message {len(messages)}, of role tool, "
@@ -272,11 +280,10 @@ def shared_opening_and_num_systems(
     examples: Iterable[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], int]:
     """
-    Finds the messages with which the prompts of all rows begin. A prompt's last message is never
-    included.
+    The messages with which all prompts begin, and the number of different system prompts.
 
-    Returns these messages, and the number of different system prompts, counting "no system prompt"
-    as one. If there are several different system prompts, the list of messages is empty.
+    "No system prompt" counts as a system prompt. If there are several, the list of messages is
+    empty. A prompt's last message is never included.
     """
     openings = [
         make_messages(example["prompt"], example.get("system"))[:-1] for example in examples
@@ -307,8 +314,9 @@ def encode_chat(
     """
     The token ids of a prompt up to the beginning of the reply.
 
-    prompt: a string or chat messages. system: a system prompt; None for no system prompt. thinking,
-    tools, variables: see `render_chat`.
+    prompt: a string or chat messages.
+    system: a system prompt; None for no system prompt.
+    thinking, tools, variables: see `render_chat`.
     """
     messages = prepare_messages_for_template(tokenizer, make_messages(prompt, system))
     marked = mark_special_tokens_as_text(tokenizer, messages)
@@ -328,8 +336,9 @@ def encode_prompts(
     """
     The token ids of each example's prompt.
 
-    kind: the name for these prompts in error messages. Raises ValueError if a prompt and
-    `max_tokens` more tokens do not fit into the context.
+    kind: the name for these prompts in error messages.
+
+    Raises ValueError if a prompt and `max_tokens` more tokens do not fit into the context.
     """
     encoded = []
     for number, example in enumerate(examples, 1):
@@ -347,9 +356,9 @@ def encode_prompts(
         )
         if len(ids) + max_tokens > context:
             raise ValueError(
-                f"{name}, has {len(ids)} tokens; with --max-tokens {max_tokens} more, it does not "
-                f"fit "
-                f"into the model's context of {context}; shorten the prompt or lower --max-tokens"
+                f"{name}, has {len(ids)} tokens; with a reply of --max-tokens {max_tokens} tokens, "
+                f"it does not fit into the model's context of {context} tokens; shorten the prompt "
+                "or lower --max-tokens"
             )
         encoded.append(ids)
     return encoded
@@ -358,15 +367,17 @@ def encode_prompts(
 # ---- templates for other programs
 
 
-def fix_template_for_other_programs(tokenizer: Any, system: str | None, thinking: bool) -> str:
+def fix_template_and_describe_changes(tokenizer: Any, system: str | None, thinking: bool) -> str:
     """
-    Changes a tokenizer's chat templates so that other programs render the same prompts as in
-    training.
+    Makes other programs that use the tokenizer's chat templates render the same prompts as Gwen.
+
+    Adds statements to the templates, which set whether the model thinks and add the system prompt.
+    Returns a description of what was added, or "" if nothing was added.
 
     Most other programs do not pass `enable_thinking` to a template. llama.cpp passes true; mlx_lm
-    passes true if the tokenizer has a token <think>, and false otherwise. Returns a description of
-    what was added to the templates, or "" if nothing was added. Raises ValueError if prompts would
-    still have different token ids than in training.
+    passes true if the tokenizer has a token <think>, and false otherwise.
+
+    Raises ValueError if prompts would still have different token ids than in training.
     """
     user_messages = make_messages("Hi", None)
     training_messages = make_messages("Hi", system)
@@ -405,10 +416,7 @@ def fix_template_for_other_programs(tokenizer: Any, system: str | None, thinking
 
 
 def _prepend_to_templates(statements: str, template: str | dict[str, str]) -> str | dict[str, str]:
-    """
-    A template, or a dictionary of templates, with statements added at the beginning of each
-    template.
-    """
+    """The template, or each template of a dictionary, with statements added at the beginning."""
     if isinstance(template, dict):
         return {name: statements + text for name, text in template.items()}
     return statements + template

@@ -1,11 +1,10 @@
 """
 Reads and checks conversations for supervised training, and encodes them as token ids.
 
-The token ids before a reply are the same as those from which a rollout would sample the reply. A
-reply is trained up to and including its end token. If the chat template renders earlier messages
-the same way in every turn, a conversation becomes one row. If the template changes earlier messages
-(Qwen3, for example, drops the thoughts of earlier replies), each reply becomes a separate row. This
-file does not cover the loss.
+Before a reply, a row has the same token ids as a prompt in a rollout. A reply is trained up to and
+including its end token. If the chat template renders earlier messages the same way in every turn, a
+conversation becomes one row. If the template changes earlier messages (Qwen3, for example, drops
+the thoughts of earlier replies), each reply becomes a separate row.
 """
 
 import re
@@ -13,7 +12,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from prompts import chat_template
-from prompts.data import check_system_category_and_variables
+from prompts.data import check_and_clean_template_variables, check_system_and_category
 from prompts.examples import Example, shorten_value
 from prompts.held_out import load_training_and_held_out
 from prompts.messages import (
@@ -22,7 +21,7 @@ from prompts.messages import (
     check_message_order,
     check_prompt_messages,
     conversation_column_name,
-    is_conversation,
+    looks_like_conversation,
     read_messages,
     read_tool_schemas,
 )
@@ -43,7 +42,7 @@ COLUMNS = (
 
 
 class TrainingRow(NamedTuple):
-    """A row's token ids, and the positions of the ids that are trained."""
+    """A row's token ids, and the positions in the row at which the ids are trained."""
 
     ids: list[int]
     places: list[int]
@@ -65,20 +64,20 @@ def load_conversations(
         None,
         columns,
         read_conversation_example,
-        read_columns=COLUMNS,
+        used_columns=COLUMNS,
         held_out_keys=held_out_keys,
     )
 
 
 def read_conversation_example(example: Example) -> Example:
     """
-    Reads a row's conversation. `load_data` calls this function for each row.
+    Reads the conversation of one row of a data set.
 
-    In the example that is returned, `completion` has all messages from the first reply on, and
-    `prompt` has the messages before. A reply before the user's first message is part of the prompt.
-    Messages after the last reply are dropped. docs/warm-start.md lists the columns.
+    In the returned example, `completion` contains the messages from the first reply on, and
+    `prompt` contains the messages before it. A reply before the user's first message is part of the
+    prompt. Messages after the last reply are dropped. docs/warm-start.md lists the columns.
 
-    Raises ValueError if the row has no valid conversation; the message says what is wrong.
+    Raises ValueError if the row has no valid conversation.
     """
     column = conversation_column_name(example, is_sft=True)
     if column:
@@ -89,7 +88,8 @@ def read_conversation_example(example: Example) -> Example:
     else:
         raise ValueError(_explain_missing_conversation(example))
 
-    example = check_system_category_and_variables(example, prompt)
+    check_system_and_category(example, prompt)
+    example = check_and_clean_template_variables(example)
     if example.get("system") is not None:
         prompt = [{"role": "system", "content": example["system"]}, *prompt]
     while completion and not _is_reply(completion[-1]):
@@ -115,14 +115,15 @@ def _read_prompt_or_completion(
     column: str, content: Any, default_role: str
 ) -> list[dict[str, Any]]:
     """
-    The messages in the column `prompt` or `completion`. default_role: the message's role if the
-    column is a string.
+    The messages in the column `prompt` or `completion`.
+
+    default_role: the role of the single message if the column is a string.
     """
     if isinstance(content, str):
         content = [{"role": default_role, "content": content}]
     if not isinstance(content, list):
         raise ValueError(
-            f"{column} {shorten_value(content)} is a {type(content).__name__}; "
+            f"{column} {shorten_value(content)} has the type {type(content).__name__}; "
             "it must be a string or chat messages"
         )
     return read_messages(column, content)
@@ -131,9 +132,7 @@ def _read_prompt_or_completion(
 def _split_at_first_reply(
     column: str, conversation: Any
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """
-    Returns the messages before the first reply to the user, and the messages from this reply on.
-    """
+    """The messages before the first reply to the user, and the messages from this reply on."""
     name = "the conversation" if column in CONVERSATIONS else column
     messages = read_messages(name, conversation)
     if not any(map(_is_reply, messages)):
@@ -142,29 +141,30 @@ def _split_at_first_reply(
         )
     check_message_order("the conversation", messages)
 
-    user_place = 0
-    while messages[user_place]["role"] != "user":
-        user_place += 1
-    for place in range(user_place, len(messages)):
-        if _is_reply(messages[place]):
-            return messages[:place], messages[place:]
+    user_index = 0
+    while messages[user_index]["role"] != "user":
+        user_index += 1
+    for index in range(user_index, len(messages)):
+        if _is_reply(messages[index]):
+            return messages[:index], messages[index:]
     raise ValueError(
-        f"all replies come before message {user_place + 1}, the user's first message, but only "
-        "replies after that message are learned; add one"
+        f"all replies come before message {user_index + 1}, the user's first message, but only "
+        "replies after that message are learned; add a reply after it"
     )
 
 
 def _explain_missing_conversation(example: Example) -> str:
     """The error message for a row that contains no conversation."""
-    conversations = [name for name in example if is_conversation(example[name])]
+    conversations = [name for name in example if looks_like_conversation(example[name])]
     hint = "completion=COLUMN"
     if conversations:
         hint = f"messages={conversations[0]}"
     if "instruction" in example and "output" in example:
         hint = "prompt=instruction,completion=output"
     return (
-        f"no conversation, only the columns {shorten_value(list(example))}; "
-        f"add messages, or prompt and completion, or name the right column: --columns {hint}"
+        f"no conversation, only the columns {shorten_value(list(example))}; add the column "
+        "messages, or the columns prompt and completion, or name the right column with "
+        f"--columns {hint}"
     )
 
 
@@ -183,11 +183,13 @@ def encode_conversation(
     tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collection[int], context: int
 ) -> list[TrainingRow]:
     """
-    Encodes a conversation as one or more rows. All replies are trained except replies with weight
-    0.
+    Encodes a conversation as one or more rows.
 
-    context: the maximum number of tokens in a row. Raises ValueError if the ids of a reply are
-    ambiguous, if the template drops a part of a message, or if a row is too long.
+    All replies are trained except replies with weight 0.
+    context: the maximum number of tokens in a row.
+
+    Raises ValueError if the ids of a reply are ambiguous, if the template drops a part of a
+    message, or if a row is too long.
     """
     prompt = example["prompt"]
     messages = prompt + example["completion"]
@@ -212,7 +214,8 @@ def encode_conversation(
             raise ValueError(f"{error}{hint}") from error
         if len(row.ids) > context:
             raise ValueError(
-                f"it has {len(row.ids)} tokens, but the model's context has {context}; shorten it"
+                f"it has {len(row.ids)} tokens, but the model's context has {context} tokens; "
+                "shorten it"
             )
         rows.append(row)
 
@@ -230,10 +233,7 @@ def _render_prompt_and_reply(
     tools: list[dict[str, Any]] | None,
     variables: dict[str, Any] | None,
 ) -> tuple[str, str]:
-    """
-    Renders the messages, the last of which is a reply. Returns the text before the reply, and the
-    reply's text.
-    """
+    """The rendered text before the last message, which is a reply, and the text of this reply."""
     reply = messages[-1]
     content = shorten_value(reply["content"])
     marked = chat_template.mark_special_tokens_as_text(tokenizer, messages)
@@ -241,7 +241,7 @@ def _render_prompt_and_reply(
         tokenizer, marked[:-1], thinking, tools=tools, variables=variables
     )
     text = chat_template.render_chat(
-        tokenizer, marked, thinking, opened=False, tools=tools, variables=variables
+        tokenizer, marked, thinking, add_generation_prompt=False, tools=tools, variables=variables
     )
 
     shared = prompt if text.startswith(prompt) else prompt.removesuffix(EMPTY_THOUGHT)
@@ -261,25 +261,26 @@ def _render_prompt_and_reply(
 
 
 def _encode_training_row(
-    tokenizer: Any, prompt: str, reply: str, end_ids: Collection[int], shown_reply: str
+    tokenizer: Any, prompt_text: str, reply_text: str, end_ids: Collection[int], quoted_reply: str
 ) -> TrainingRow:
     """
-    Encodes a prompt and a reply as a row that ends with the reply's end token. shown_reply: how
-    error messages quote the reply.
+    Encodes a prompt and a reply as a row that ends with the reply's end token.
+
+    quoted_reply: the reply as error messages quote it.
     """
-    prompt_ids = chat_template.encode_marked_text(tokenizer, prompt)
-    ids = chat_template.encode_marked_text(tokenizer, prompt + reply)
+    prompt_ids = chat_template.encode_marked_text(tokenizer, prompt_text)
+    ids = chat_template.encode_marked_text(tokenizer, prompt_text + reply_text)
     num_prompt = len(prompt_ids)
     if ids[:num_prompt] != prompt_ids:
         raise ValueError(
-            f"the beginning of {shown_reply} and the end of its prompt form one token; remove "
+            f"the beginning of {quoted_reply} and the end of its prompt form one token; remove "
             "white space there"
         )
     ends = [place for place in range(num_prompt, len(ids)) if ids[place] in end_ids]
     if len(ends) != 1 or tokenizer.decode(ids[ends[0] + 1 :]).strip():
         raise ValueError(
-            f"the chat template renders {shown_reply} with {len(ends)} end tokens, but needs "
-            "exactly one, at its end"
+            f"the chat template renders {quoted_reply} with {len(ends)} end tokens, but a reply "
+            "must have exactly one, at its end"
         )
     end = ends[0] + 1
     return TrainingRow(ids[:end], list(range(num_prompt, end)))
@@ -291,7 +292,8 @@ def _raise_if_reply_is_incomplete(
     """
     Raises ValueError if a part of the reply is missing from the rendered text.
 
-    marked_reply: the reply with special tokens marked as text. rendered_reply: the rendered reply.
+    marked_reply: the reply with special tokens marked as text.
+    rendered_reply: the text to which the chat template rendered the reply.
     """
     parts = re.split("</?think>", marked_reply["content"])
     parts += [marked_reply[key] for key in THOUGHTS if key in marked_reply]
@@ -308,15 +310,19 @@ def _raise_if_reply_is_incomplete(
 
 
 def encode_conversations(
-    examples: list[Example], kind: str, tokenizer: Any, facts: Any, thinking: bool
+    examples: list[Example],
+    split_name: str,
+    tokenizer: Any,
+    model_config: Any,
+    thinking: bool,
 ) -> list[list[TrainingRow]]:
     """
     Encodes each conversation as a list of rows.
 
-    kind: the name for these conversations in error messages. facts: the `gwen.ModelConfig`. Raises
-    ValueError if a conversation cannot be encoded; the message names the conversation.
+    split_name: "training" or "held-out", for error messages. model_config: a `gwen.ModelConfig`.
+    Raises ValueError if a conversation cannot be encoded; the message names the conversation.
     """
-    end_ids = {*facts.eos_ids, tokenizer.eos_token_id}
+    end_ids = {*model_config.eos_ids, tokenizer.eos_token_id}
     rendered = []
     for number, example in enumerate(examples, 1):
         try:
@@ -325,11 +331,11 @@ def encode_conversations(
                 example,
                 thinking=thinking,
                 end_ids=end_ids,
-                context=facts.max_position_embeddings,
+                context=model_config.max_position_embeddings,
             )
         except ValueError as error:
             raise ValueError(
-                f"{kind} conversation {number}, {shorten_value(example['prompt'])}: {error}"
+                f"{split_name} conversation {number}, {shorten_value(example['prompt'])}: {error}"
             ) from error
         rendered.append(rows)
     return rendered

@@ -1,9 +1,9 @@
 """
 Turns the records in a user's data into examples.
 
-For an invalid record, a one-line ValueError names the file, the line or record, the value and the
-fix. This file needs neither a model nor an array library. This file does not cover data files
-(prompts/files.py), message layouts (prompts/messages.py), notes on odd data
+If a record is invalid, a one-line ValueError names the file, the line or record, the value and the
+fix. This file imports neither a model nor an array library. It does not cover data files
+(prompts/files.py), message layouts (prompts/messages.py), notes on surprising data
 (prompts/data_notes.py), held-out examples (prompts/held_out.py), or what tasks do with examples
 (tasks/).
 """
@@ -24,15 +24,15 @@ from prompts.messages import (
     check_prompt_messages,
     check_text,
     conversation_column_name,
-    is_conversation,
+    looks_like_conversation,
     parse_messages_if_json,
     read_messages,
     remove_thought,
 )
 
-# names that data sets give to the column with the prompt, the likeliest first
+# common names of the prompt column in data sets, the most likely name first
 PROMPT_NAMES = ("question", "instruction", "problem", "input", "query", "text")
-# columns that have a meaning in Gwen
+# columns whose names have a meaning in Gwen
 COLUMNS = (
     "prompt",
     "answer",
@@ -50,26 +50,27 @@ COLUMNS = (
 def load_data(
     spec: str,
     columns: str | None = None,
-    read: Callable[[Example], Example] | None = None,
+    read_record: Callable[[Example], Example] | None = None,
     notes: list[str] | None = None,
-    read_columns: Collection[str] = (),
+    used_columns: Collection[str] = (),
 ) -> list[Example]:
     """
     Loads the examples in --data. All examples have the same keys, with `prompt` first and None for
     missing values.
 
-    spec, columns: see docs/data.md. A renamed column keeps its old name too, unless the old name
-    has another meaning in Gwen.
-    read: a function that turns a record with renamed columns into an example. The default is
+    spec, columns: see docs/data.md. A renamed column is also kept under its old name, unless the
+    old name has another meaning in Gwen.
+    read_record: a function that turns a record with renamed columns into an example. The default is
     `read_prompt_example`.
-    notes: a list to which a line is appended for each part of the data that was read in an
-    unexpected way.
-    read_columns: the columns that `read` uses. A note lists any other columns that contain text.
+    notes: a list to which notes for the user are appended, one for each way in which the data may
+    be read differently than the user expects.
+    used_columns: the columns that `read_record` uses. A note lists any other columns that contain
+    text.
 
     Raises ValueError if a record is invalid; the message names the file, the line or record, and
     the fix.
     """
-    read = read or read_prompt_example
+    read_record = read_record or read_prompt_example
     notes = [] if notes is None else notes
     records = read_records(spec, notes)
     for place, record in records:
@@ -82,21 +83,21 @@ def load_data(
     renamed, num_joined = _rename_columns_and_join_inputs(spec, columns, records)
     if num_joined:
         notes.append(
-            f"data: in {num_joined} rows, the column input is appended to the prompt "
-            "after an empty line, because these are Alpaca data"
+            f"data: in {num_joined} rows, the column input was appended to the prompt after an "
+            "empty line, because the columns look like those of the Alpaca data set"
         )
     examples = []
     for place, record in renamed:
         try:
-            examples.append(read(record))
+            examples.append(read_record(record))
         except ValueError as error:
             raise ValueError(f"{spec}, {place}: {error}") from error
 
     rows = [record for _, record in renamed]
     notes.extend(data_notes.notes_on_conversations(rows, examples))
     notes.extend(data_notes.notes_on_answers(examples))
-    if read_columns:
-        used = {*read_columns, *parse_renames(columns).values()}
+    if used_columns:
+        used = {*used_columns, *parse_old_column_by_new(columns).values()}
         if num_joined:
             used.add("input")
         unread = [name for name in data_notes.columns_with_text(rows) if name not in used]
@@ -109,9 +110,11 @@ def load_data(
     return [{name: example.get(name) for name in names} for example in examples]
 
 
-def parse_renames(columns: str | None) -> dict[str, str]:
+def parse_old_column_by_new(columns: str | None) -> dict[str, str]:
     """
     Parses --columns. Returns a dictionary from Gwen's column names to the column names in the data.
+
+    Raises ValueError if a part of --columns is not NEW=OLD, or if NEW occurs twice.
     """
     renames = dict[str, str]()
     for part in columns.split(",") if columns else []:
@@ -134,7 +137,7 @@ def _rename_columns_and_join_inputs(
     In Alpaca data, the column `input` is appended to the prompt. Returns the new records, and the
     number of prompts to which `input` was appended.
     """
-    renames = parse_renames(columns)
+    renames = parse_old_column_by_new(columns)
     present = dict.fromkeys(name for _, record in records for name in record)
     for new_name, old_name in renames.items():
         if old_name not in present:
@@ -164,10 +167,10 @@ def _rename_columns_and_join_inputs(
 
 def write_rows_to_cache_file(data: Any) -> tuple[str, list[str]]:
     """
-    Writes the rows that a user's program passes in to a cache file, whose name is a hash of the
-    rows.
+    Writes rows from a user's program to a cache file whose name is a hash of the rows.
 
-    data: see `arrow.rows_and_num_doubtful_nulls`. Returns the file's path, and notes for the user.
+    data: the rows; see `arrow.rows_and_num_doubtful_nulls` for the types allowed. Returns the path
+    of the file, and notes for the user.
     Raises ValueError if a row cannot be written as JSON.
     """
     rows, num_nulls = arrow.rows_and_num_doubtful_nulls(data)
@@ -191,7 +194,7 @@ def write_rows_to_cache_file(data: Any) -> tuple[str, list[str]]:
 
     text = "".join(lines)
     name = sha256(text.encode()).hexdigest()[:16]
-    path = cpu_blas.ensure_cache_directory() / "rows" / f"{name}.jsonl"
+    path = cpu_blas.make_private_or_temporary_cache() / "rows" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with add_path_to_os_errors(path):
         path.write_text(text, encoding="utf-8")
@@ -203,11 +206,13 @@ def write_rows_to_cache_file(data: Any) -> tuple[str, list[str]]:
 
 def read_prompt_example(example: Example) -> Example:
     """
-    Checks an example's columns. Returns an example in which all messages have Gwen's layout.
+    Checks an example's columns, and returns an example in which all messages have Gwen's layout.
 
     A row without a `prompt` may contain a conversation; if the row has no `answer`, the
     conversation's last reply becomes the answer. A row with a column `environment` needs no prompt;
     a missing prompt becomes "". If there are several right answers, `answer` is a list of strings.
+
+    Raises ValueError if a column is invalid or if there is no prompt.
     """
     reserved = [name for name in RESERVED if name in example]
     if reserved:
@@ -235,7 +240,8 @@ def read_prompt_example(example: Example) -> Example:
     elif prompt or "prompt" in example:
         check_text("prompt", prompt)
 
-    example = check_system_category_and_variables(example, prompt) | {"prompt": prompt}
+    check_system_and_category(example, prompt)
+    example = check_and_clean_template_variables(example) | {"prompt": prompt}
     if "answer" in example:
         example = example | {"answer": read_answer(example["answer"])}
     return example
@@ -258,16 +264,16 @@ def _split_conversation_into_prompt_and_answer(example: Example, column: str) ->
 
 
 def _without_weight(message: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a message without its weight, since the messages of a prompt are never trained."""
+    """A copy of a message without its weight, because prompt messages are never trained."""
     return {key: value for key, value in message.items() if key != "weight"}
 
 
 def _explain_missing_prompt(example: Example) -> str:
-    """The error message for a row without a prompt; it suggests the likeliest column."""
+    """The error message for a row without a prompt, which suggests the most likely column."""
     names = [name for name in example if name != "prompt"]
     start = f"no prompt, only the columns {shorten_value(names)}"
     conversations = [
-        name for name in names if is_conversation(parse_messages_if_json(example[name]))
+        name for name in names if looks_like_conversation(parse_messages_if_json(example[name]))
     ]
     if conversations:
         return (
@@ -284,29 +290,31 @@ def _explain_missing_prompt(example: Example) -> str:
 
 def read_answer(answer: Any) -> str | list[str] | None:
     """
-    Converts a row's answer to a string, to a list of strings, each of which is right, or to None if
-    it is missing.
+    Converts a row's answer to a string, to a list of alternative right answers, or to None if the
+    answer is missing.
 
-    Several right answers may be written as a list of strings or numbers, or in SQuAD's layout, as a
-    list under the key `text` beside `answer_start`. Any other object is converted to JSON text.
+    A user may write several right answers as a list of strings or numbers, or in SQuAD's layout, an
+    object with the keys `text` and `answer_start`, whose `text` is such a list. Any other object is
+    converted to JSON text.
 
-    Raises ValueError for a list of single letters, which could mean that any of them or all of them
-    are right, and for a list that contains anything but strings and numbers.
+    Raises ValueError if a list contains anything but strings and numbers. Also raises ValueError
+    for a list of single capital letters, because it is unclear whether each of them is right by
+    itself or only all of them together.
     """
     has_texts = isinstance(answer, dict) and isinstance(answer.get("text"), list)
     if has_texts and answer.keys() <= {"text", "answer_start"}:
-        return _distinct_answer_texts(answer["text"])
+        return _read_answer_list(answer["text"])
     if isinstance(answer, dict):
         return json.dumps(answer, ensure_ascii=False)
     if isinstance(answer, list):
         if len(answer) > 1 and all(map(_is_capital_letter, answer)):
             raise ValueError(
-                f"answer {shorten_value(answer)} is a list of letters: any or all? "
-                f'write {{"text": {json.dumps(answer)}}} if any of them is right, '
-                f'"{", ".join(answer)}" if all are'
+                f"answer {shorten_value(answer)} is a list of letters, which has two possible "
+                f'meanings; write {{"text": {json.dumps(answer)}}} if each letter is right by '
+                f'itself, or "{", ".join(answer)}" if only all of them together are right'
             )
-        return _distinct_answer_texts(answer)
-    is_missing = answer is None or answer != answer  # pandas writes nan
+        return _read_answer_list(answer)
+    is_missing = answer is None or answer != answer  # pandas uses nan for a missing value
     return None if is_missing else str(answer)
 
 
@@ -319,23 +327,26 @@ def _is_text_or_number(item: Any) -> bool:
     return isinstance(item, (str, int, float)) and not isinstance(item, bool)
 
 
-def _distinct_answer_texts(answers: list[Any]) -> list[str] | None:
-    """The distinct strings in a list of answers; None if all answers are blank."""
+def _read_answer_list(answers: list[Any]) -> list[str] | None:
+    """
+    The distinct answers in a list, as strings; None if all answers are blank.
+
+    Raises ValueError if the list contains anything but strings and numbers.
+    """
     if not all(map(_is_text_or_number, answers)):
         raise ValueError(
-            f"answer {shorten_value(answers)} is a list that contains more than strings and "
+            f"answer {shorten_value(answers)} is a list with values that are neither strings nor "
             "numbers; write it as JSON text, or rename the column: --columns answers=answer"
         )
     texts = [str(item) for item in answers if str(item).strip()]
     return list(dict.fromkeys(texts)) or None
 
 
-def check_system_category_and_variables(example: Example, prompt: Any) -> Example:
+def check_system_and_category(example: Example, prompt: Any) -> None:
     """
-    Checks an example's system prompt, category and template variables. Returns the example.
+    Raises ValueError if an example's `system` or `category` is not text.
 
-    Template variables whose value is null are removed, because Arrow adds nulls to rows that lack a
-    variable.
+    Also raises ValueError if there are two system prompts, one in `system` and one in the prompt.
     """
     for name in ("system", "category"):
         if example.get(name) is not None:
@@ -344,9 +355,17 @@ def check_system_category_and_variables(example: Example, prompt: Any) -> Exampl
     has_system_message = isinstance(first, dict) and first.get("role") == "system"
     if example.get("system") is not None and has_system_message:
         raise ValueError(
-            "there is a column system and also a system message in prompt; keep one of them"
+            "the row has both a column system and a system message in prompt; keep one of them"
         )
 
+
+def check_and_clean_template_variables(example: Example) -> Example:
+    """
+    A copy of an example without the template variables whose value is null.
+
+    Arrow adds these nulls to rows that lack a variable. Raises ValueError if
+    `chat_template_kwargs` is not a dictionary whose keys are strings.
+    """
     variables = example.get("chat_template_kwargs")
     if variables is None:
         return example

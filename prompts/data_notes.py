@@ -1,9 +1,8 @@
 """
-Writes notes to the user about columns, conversations and answers that may be read in an unexpected
-way.
+Makes notes for the user about columns, conversations and answers that Gwen may read differently
+than the user expects.
 
-The functions in this file do not change examples. Mistakes in the data are reported by
-prompts/data.py.
+The functions in this file do not change examples. prompts/data.py reports mistakes in the data.
 """
 
 import ast
@@ -15,9 +14,9 @@ from prompts.examples import Example, shorten_value
 from prompts.files import parse_json_or_none
 from prompts.messages import (
     conversation_column_name,
-    is_conversation,
+    looks_like_conversation,
     parse_messages_if_json,
-    role_in_any_layout,
+    standard_role_or_empty,
 )
 
 # keys under which data sets list several right answers
@@ -73,8 +72,7 @@ def note_on_unread_columns(names: Sequence[str], subject_and_verb: str) -> str:
 
 def notes_on_conversations(records: list[Example], examples: list[Example]) -> Iterator[str]:
     """
-    Yields notes about conversations in which some messages are not used in the way that a user may
-    expect.
+    Yields notes about conversations whose messages are used differently than a user may expect.
     """
     num_without_answer = 0
     num_unanswered = 0
@@ -84,10 +82,10 @@ def notes_on_conversations(records: list[Example], examples: list[Example]) -> I
         is_sft = "completion" in example
         column = conversation_column_name(record, is_sft=is_sft)
         messages = parse_messages_if_json(record[column]) if column else None
-        if not is_conversation(messages):
+        if not looks_like_conversation(messages):
             continue
         assert isinstance(messages, list)
-        roles = [role_in_any_layout(message) for message in messages]
+        roles = [standard_role_or_empty(message) for message in messages]
         roles = ["assistant" if role == "call" else role for role in roles]
         ends_in_reply = roles[-1] == "assistant"
 
@@ -104,7 +102,7 @@ def notes_on_conversations(records: list[Example], examples: list[Example]) -> I
 
     if num_without_answer:
         yield (
-            f"data: the last reply of {num_without_answer} conversations is a tool call or only "
+            f"data: in {num_without_answer} conversations, the last reply is a tool call or only "
             "a thought, so these conversations have no answer"
         )
     if num_unanswered:
@@ -133,13 +131,12 @@ def notes_on_answers(examples: list[Example]) -> Iterator[str]:
     occur with different answers.
     """
     answers = [example.get("answer") for example in examples]
-    objects = list(filter(_is_object_with_alternatives, answers))
+    objects = list(filter(_is_json_text_with_alternatives, answers))
     if objects:
         yield (
             f"data: {len(objects)} answers are objects such as {shorten_value(objects[0])}, and "
-            f"each "
-            "is compared as a whole; if every text in a list inside is a right answer, write only "
-            "that list as the answer"
+            "each object is compared as a whole; if an object contains a list of right answers, "
+            "write only that list as the answer"
         )
     list_texts = list(filter(_is_string_with_list, answers))
     if list_texts:
@@ -148,10 +145,10 @@ def notes_on_answers(examples: list[Example]) -> Iterator[str]:
             f"{shorten_value(list_texts[0])}, and each is compared as a single text; "
             "if every text in the list is a right answer, write a list instead of a string"
         )
-    yield from _notes_on_repeated_prompts(examples)
+    yield from _notes_on_conflicting_answers(examples)
 
 
-def _notes_on_repeated_prompts(examples: list[Example]) -> Iterator[str]:
+def _notes_on_conflicting_answers(examples: list[Example]) -> Iterator[str]:
     """Yields a note if the same prompt is in several rows with different answers."""
     answers: dict[str, set[str]] = {}
     first_examples = dict[str, Example]()
@@ -168,9 +165,8 @@ def _notes_on_repeated_prompts(examples: list[Example]) -> Iterator[str]:
         texts = shorten_value(sorted(answers[repeated[0]]))
         yield (
             f"data: {len(repeated)} prompts are in several rows with different answers, such as "
-            f"{prompt}: "
-            f"{texts}; each row rewards only its own answer; if all these answers are right, "
-            "write one row with a list of answers"
+            f"{prompt} with the answers {texts}; each row rewards only its own answer; if all "
+            "these answers are right, write one row with a list of answers"
         )
 
 
@@ -184,14 +180,14 @@ def _is_string_with_list(answer: Any) -> bool:
     items = parse_json_or_none(answer)
     if items is None:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            # Python writes lists in this syntax to CSV files
+            # a list that Python wrote to a CSV file has Python's syntax
             items = ast.literal_eval(answer.strip())
     if not isinstance(items, list) or len(items) < 2:
         return False
     return all(isinstance(item, str) for item in items)
 
 
-def _is_object_with_alternatives(answer: Any) -> bool:
+def _is_json_text_with_alternatives(answer: Any) -> bool:
     """
     Whether an answer is a JSON object that contains a list of strings under one of the keys in
     `ALTERNATIVES`.

@@ -1,5 +1,5 @@
 """
-Reads answers and keys of examples, and shortens values for error messages.
+Gets the prompts and answers of examples, and formats values for error messages.
 
 This file does not cover how examples are loaded (prompts/data.py).
 """
@@ -45,11 +45,11 @@ def first_answer(example: Example) -> str:
     return next(iter(answers_of(example)), "")
 
 
-def hash_prompt(example: Example) -> str:
+def hash_prompt_without_system(example: Example) -> str:
     """
-    A hash of an example's prompt, ignoring system messages.
+    A hash of an example's prompt, without its system messages.
 
-    A prompt that is a string has the same key as a single user message with the same text.
+    A prompt that is a string has the same hash as a single user message with the same text.
     """
     prompt = example["prompt"]
     if isinstance(prompt, list):
@@ -59,22 +59,22 @@ def hash_prompt(example: Example) -> str:
     return sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()
 
 
-def pick_evenly_spaced(examples: list[Any], limit: int | None) -> list[Any]:
+def pick_evenly_spaced(items: list[Any], limit: int | None) -> list[Any]:
     """
-    At most `limit` examples, evenly spaced over the list. If the limit is 0 or None, returns all
-    examples.
+    At most `limit` items, evenly spaced over the list. If the limit is 0 or None, returns all
+    items.
     """
-    num = min(limit or len(examples), len(examples))
-    return [examples[place * len(examples) // num] for place in range(num)]
+    num = min(limit or len(items), len(items))
+    return [items[place * len(items) // num] for place in range(num)]
 
 
 def shorten_value(value: Any) -> str:
-    """A value as one line of at most a few dozen characters, for error messages."""
+    """The `repr` of a value, shortened for error messages."""
     return _reprlib.repr(value)
 
 
 def format_error(error: BaseException) -> str:
-    """The type and the message of an error, in one line."""
+    """The type and the message of an error, in one line of at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
@@ -89,7 +89,8 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 def copy_as_json(label: str, value: Any) -> Any:
     """
-    A copy of a value that a checkpoint can store, made by writing the value as JSON.
+    A copy of a value, made by converting the value to JSON and back, so that a checkpoint can store
+    it.
 
     label: the beginning of the error message, such as "get_state returned". Raises ValueError if
     JSON cannot express the value.
@@ -99,5 +100,5 @@ def copy_as_json(label: str, value: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{label} {shorten_value(value)}, which JSON cannot express ({format_error(error)}); "
-            "use numbers, texts, lists and dictionaries"
+            "use numbers, strings, lists and dictionaries"
         ) from error

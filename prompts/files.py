@@ -59,7 +59,7 @@ def _read_file_records(spec: str, notes: list[str] | None) -> Records:
     if ending.lower() not in _READERS:
         raise ValueError(
             f"--data {spec} has the unknown suffix {ending!r}; "
-            f"use a file with one of {', '.join(_READERS)}"
+            f"use a file that ends in one of {', '.join(_READERS)}"
         )
     try:
         content = Path(spec).read_bytes()
@@ -78,11 +78,11 @@ def _load_named_hub_records(spec: str) -> Records:
     hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([^:\[\]]*))?(?::(.+))?", spec)
     if hub is None or re.fullmatch(r"\.[A-Za-z]+", Path(spec).suffix):
         raise ValueError(
-            f"--data {spec}: there is no such file; use a file with one of {', '.join(_READERS)}, "
-            "or a hub data set, owner/name:config:split"
+            f"--data {spec}: there is no such file; use a file that ends in one of "
+            f"{', '.join(_READERS)}, or a hub data set, owner/name:config:split"
         )
     name, config, split = hub.groups()
-    # a split that follows the name directly, without a config
+    # in owner/name:train, the part after the name is a split instead of a config
     if split is None and config in SPLITS:
         split = config
         config = None
@@ -99,7 +99,8 @@ def note_on_removed_nulls(reason: str, num_nulls: int) -> str:
     """A note that nulls were removed. reason: a clause that says why Gwen removed them."""
     return (
         f"data: {reason}, so {num_nulls} nulls inside objects were removed; "
-        "to keep the nulls, write JSON lines with spaces, as json.dumps does"
+        "to keep the nulls, write JSON lines with a space after each comma and colon, as "
+        "json.dumps does"
     )
 
 
@@ -107,8 +108,10 @@ def _without_arrow_nulls_if_by_pandas(
     spec: str, content: bytes, records: Records, notes: list[str] | None
 ) -> Records:
     """
-    Returns the records. If the file looks as if `Dataset.to_json` wrote it, nulls that Arrow added
-    are removed.
+    Returns the records, without the nulls that Arrow added if `Dataset.to_json` seems to have
+    written the file.
+
+    If the file seems to contain nulls from Arrow, a note is appended to `notes`.
     """
     rows = [record for _, record in records]
     if not arrow.looks_filled_with_nulls(rows):
@@ -160,7 +163,7 @@ def decode_utf8_file(spec: str, content: bytes) -> str:
         line = content[: content.index(b"\0")].count(b"\n") + 1
         raise ValueError(
             f"{spec}, line {line}: the file contains a NUL byte, so it is not text; save it as "
-            f"UTF-8"
+            "UTF-8"
         )
     try:
         return content.decode("utf-8-sig")  # "-sig" because some editors write a byte order mark
@@ -187,20 +190,21 @@ def _looks_like_utf16(content: bytes) -> bool:
 # ---- JSON
 
 
-def parse_json(spec: str, place: str, text: str) -> Any:
+def parse_json(spec: str, label: str, text: str) -> Any:
     """
-    Parses JSON text. place: where the text is, such as "line 3", for the message of the ValueError.
+    Parses JSON text. Raises ValueError if the text is not valid JSON.
+
+    label: where the text is, such as "line 3", for the error message.
     """
     try:
         return read_json(text)
     except ValueError as error:
         if "\n" in text and isinstance(error, json.JSONDecodeError):
-            place = f"line {error.lineno}"
+            label = f"line {error.lineno}"
         reason = str(error).split(": ")[0]
         raise ValueError(
-            f"{spec}, {place}: the text is not valid JSON ({reason}): "
-            f"{shorten_value(text.strip())}; "
-            "correct this line"
+            f"{spec}, {label}: the text is not valid JSON ({reason}): "
+            f"{shorten_value(text.strip())}; correct this line"
         ) from error
 
 
@@ -234,10 +238,10 @@ def parse_jsonl_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
         yield place, parse_json(spec, place, line)
 
 
-def _parse_json_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
+def _parse_json_list_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
     """
-    The records in the content of a JSON file, which is a list. Raises ValueError if the content is
-    JSON lines instead.
+    The records in the content of a JSON file, which must be a list. Raises ValueError if the
+    content is JSON lines or is not a list.
     """
     text = decode_utf8_file(spec, content)
     all_lines = text.strip().split("\n")
@@ -258,7 +262,7 @@ def _parse_json_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
 
 def label_nonblank_lines(spec: str, content: bytes) -> Iterator[tuple[str, str]]:
     """The lines of a text file that are not blank, each with a label such as "line 3"."""
-    # not splitlines(), because strings may contain U+2028
+    # not splitlines(), which would also split a JSON string that contains U+2028
     lines = decode_utf8_file(spec, content).split("\n")
     return ((f"line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
 
@@ -338,14 +342,14 @@ def _parse_csv_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
         for row in rows:
             if None in row or None in row.values():
                 raise ValueError(
-                    f"{spec}, line {rows.line_num}: this row does not have {len(names)} fields, as "
-                    f"the header has; quote fields that contain {separator!r}"
+                    f"{spec}, line {rows.line_num}: this row does not have as many fields as the "
+                    f"header ({len(names)}); quote fields that contain {separator!r}"
                 )
             yield f"line {rows.line_num}", {name: cell or None for name, cell in row.items()}
     except csv.Error as error:
         raise ValueError(
             f"{spec}, line {rows.line_num}: the row is not valid CSV ({format_error(error)}); "
-            f"quote its fields"
+            "quote its fields"
         ) from error
 
 
@@ -378,7 +382,7 @@ def _parse_table_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
 
 _READERS = {
     ".jsonl": parse_jsonl_records,
-    ".json": _parse_json_records,
+    ".json": _parse_json_list_records,
     ".csv": _parse_csv_records,
     ".txt": _prompts_from_text_lines,
     ".parquet": _parse_table_records,

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from prompts.data import load_data
-from prompts.examples import Example, hash_prompt, shorten_value
+from prompts.examples import Example, hash_prompt_without_system, shorten_value
 from prompts.files import SPLITS
 
-MOST_HELD_OUT = 256  # the maximum number of held-out prompts if the data have no column `split`
+MOST_HELD_OUT = 256  # the maximum number of held-out prompts if the data has no column `split`
 POWER = 7.85  # (1.96 + 0.84)^2, for a 95% interval and a power of 80%
 LEAST_PROBLEMS = 50  # with fewer held-out problems than this, the user is warned
 
@@ -30,9 +30,9 @@ def load_training_and_held_out(
     spec: str | None,
     held_out: str | None,
     columns: str | None = None,
-    read: Callable[[Example], Example] | None = None,
+    read_record: Callable[[Example], Example] | None = None,
     *,
-    read_columns: Collection[str] = (),
+    used_columns: Collection[str] = (),
     held_out_keys: Collection[str] = (),
 ) -> tuple[list[Example], list[Example], list[str]]:
     """
@@ -44,9 +44,9 @@ def load_training_and_held_out(
     spec: one data source, of which `split_examples` holds out a part, or two sources, as
     "TRAIN,HELD_OUT".
     held_out: a data source that replaces the held-out examples. If this source has a column
-    `split`, only its held-out records are used; otherwise, all of its records are used. columns,
-    read,
-    read_columns: see `load_data`. held_out_keys: see `split_examples`.
+    `split`, only its held-out records are used; otherwise, all of its records are used.
+    columns, read_record, used_columns: see `load_data`.
+    held_out_keys: see `split_examples`.
     """
     lines: list[str] = []
     if spec and "," in spec and not os.path.exists(spec):
@@ -56,25 +56,25 @@ def load_training_and_held_out(
     train = list[Example]()
     test = list[Example]()
     if spec:
-        train = load_data(spec, columns, read, lines, read_columns)
+        train = load_data(spec, columns, read_record, lines, used_columns)
     if held_out is None or _has_split_column(train):
         if not _has_split_column(train):
             lines.extend(_notes_on_kept_held_out(train, held_out_keys))
         train, test = split_examples(train, held_out_keys)
     if held_out is not None:
-        test = load_data(held_out, columns, read, lines, read_columns)
+        test = load_data(held_out, columns, read_record, lines, used_columns)
         if _has_split_column(test):
             test = split_examples(test)[1]
 
-    test_keys = {hash_prompt(example) for example in test}
+    test_keys = {hash_prompt_without_system(example) for example in test}
     num_train = len(train)
     num_test = len(test)
-    train = [example for example in train if hash_prompt(example) not in test_keys]
+    train = [example for example in train if hash_prompt_without_system(example) not in test_keys]
     test = _without_repeated_rows(test)
     if spec is not None and not train:
         raise ValueError(
-            f"--data {spec} leaves no prompts for training, because all of them are held out; add "
-            f"prompts"
+            f"--data {spec} leaves no prompts for training, because every prompt is held out; add "
+            "prompts that are not held out"
         )
 
     notes = []
@@ -114,8 +114,8 @@ def split_examples(
     is held out: at least one prompt, and at most `MOST_HELD_OUT`. The held-out prompts are chosen
     by their hash, so the choice does not depend on the order of the records, and most of the chosen
     prompts stay the same if a file grows.
-    held_out_keys: the keys of the prompts that the run has held out so far. If at least half of
-    these prompts are still in the data, they are held out again, and all new prompts are used for
+    held_out_keys: the hashes of the prompts that the run has held out so far. If at least half of
+    these prompts are still in the data, they are held out again, and all other prompts are used for
     training.
 
     Raises ValueError if the column `split` has any other value.
@@ -131,13 +131,13 @@ def split_examples(
         held_out = [example for example in examples if example["split"] != "train"]
         return train, held_out
 
-    keys = sorted({hash_prompt(example) for example in examples})
+    keys = sorted({hash_prompt_without_system(example) for example in examples})
     chosen = {*held_out_keys}.intersection(keys)
     if not _are_half_still_present(chosen, held_out_keys):
         num_held_out = min(MOST_HELD_OUT, max(1, len(keys) // 10))
         chosen = set(keys[:num_held_out]) if len(keys) > 1 else set()
-    train = [example for example in examples if hash_prompt(example) not in chosen]
-    held_out = [example for example in examples if hash_prompt(example) in chosen]
+    train = [example for example in examples if hash_prompt_without_system(example) not in chosen]
+    held_out = [example for example in examples if hash_prompt_without_system(example) in chosen]
     return train, held_out
 
 
@@ -153,14 +153,14 @@ def _notes_on_kept_held_out(examples: list[Example], held_out_keys: Collection[s
     """
     if not held_out_keys:
         return []
-    keys = {hash_prompt(example) for example in examples}
+    keys = {hash_prompt_without_system(example) for example in examples}
     kept = keys.intersection(held_out_keys)
     if not _are_half_still_present(kept, held_out_keys):
         return [
             f"data: only {len(kept)} of the {len(held_out_keys)} prompts that the run held out "
             "are still in the data, so different prompts are held out from now on"
         ]
-    new_choice = {hash_prompt(example) for example in split_examples(examples)[1]}
+    new_choice = {hash_prompt_without_system(example) for example in split_examples(examples)[1]}
     if kept != new_choice:
         return [
             f"data: the run keeps its {len(kept)} held-out prompts; there are now {len(keys)} "
@@ -177,24 +177,24 @@ def _has_split_column(examples: list[Example]) -> bool:
 
 
 def advice_on_holding_out_more(num_held_out: int, settings: dict[str, Any]) -> str:
-    """Advises the user on how to hold out more than `num_held_out` problems."""
+    """Advice on how to hold out more than `num_held_out` problems."""
     fix = "--eval-data FILE or --data TRAIN,HELD_OUT"
     if settings.get("eval_limit") == num_held_out:
         fix = "a higher --eval-limit"
     advice = f"hold out more with {fix}"
     if settings.get("loss_type") != "sft":
-        advice += ", or ask each problem more often"
+        advice += ", or sample more answers to each problem"
     return advice
 
 
 def warnings_of_few_held_out(
-    num_held_out: int, settings: dict[str, Any], deviation: float = 0.0
+    num_held_out: int, settings: dict[str, Any], score_std: float = 0.0
 ) -> list[str]:
     """
     A list with one warning if `num_held_out` held-out problems are too few to measure a small
     change.
 
-    deviation: the standard deviation of the scores of several answers to the same problem, as a
+    score_std: the standard deviation of the scores of several answers to the same problem, as a
     fraction of the range of scores; 0 if unknown.
     """
     if not settings.get("eval_every", True):
@@ -206,19 +206,19 @@ def warnings_of_few_held_out(
         if not 0 < num_held_out < LEAST_CONVERSATIONS:
             return []
         return [
-            f"with only {num_held_out} held-out conversations, their loss says little about "
-            f"others: {advice}"
+            f"the loss of only {num_held_out} held-out conversations says little about other "
+            f"conversations; {advice}"
         ]
     if not 0 < num_held_out < LEAST_PROBLEMS:
         return []
 
-    # If the deviation is unknown, the estimate assumes that every third answer changes.
-    variance = 2 * deviation**2 or 1 / 3
+    # If the standard deviation is unknown, the estimate assumes that every third answer changes.
+    variance = 2 * score_std**2 or 1 / 3
     smallest = min(1, math.sqrt(POWER * variance / num_held_out))
     smallest_with_enough = min(1, math.sqrt(POWER * variance / LEAST_PROBLEMS))
-    assumption = "judging by these answers" if deviation else "if every third answer changes"
+    assumption = "judging by these answers" if score_std else "if every third answer changes"
     return [
         f"{assumption}, {num_held_out} held-out problems can show only changes of at least "
         f"{smallest:.0%} of the range of scores, and {LEAST_PROBLEMS} problems can show changes of "
-        f"at least {smallest_with_enough:.0%}: {advice} after training (evaluate.py --samples 8)"
+        f"at least {smallest_with_enough:.0%}; {advice} after training (evaluate.py --samples 8)"
     ]

@@ -1,6 +1,6 @@
 """
-Reads users' chat messages in several layouts, and converts them to one layout: a role, a content
-that is a string, and other keys.
+Reads users' chat messages in several layouts, and converts them to one layout: a role, a string as
+the content, and other keys.
 
 The layouts include OpenAI messages, ShareGPT turns with `from` and `value`, content that is split
 into text parts, tool calls in both of OpenAI's formats, and thoughts under several keys. A message
@@ -59,34 +59,34 @@ ENDS_OF_THOUGHT = re.compile(r".*</(?:think|thinking|thought|reasoning)>", re.DO
 # ---- one message
 
 
-def read_messages(name: str, messages: Any) -> list[Message]:
+def read_messages(label: str, messages: Any) -> list[Message]:
     """
     Reads and checks a list of messages, which may be JSON text.
 
-    Raises ValueError if a message is invalid. name: how the error message names the list.
+    Raises ValueError if a message is invalid. label: how the error message names the list.
     """
     if isinstance(messages, str):
-        messages = parse_messages_json(name, messages)
+        messages = parse_messages_json(label, messages)
     if not isinstance(messages, list):
         raise ValueError(
-            f"{name} {shorten_value(messages)} is a {type(messages).__name__}; "
+            f"{label} {shorten_value(messages)} is a {type(messages).__name__}; "
             "write a list of chat messages"
         )
     if not messages:
-        raise ValueError(f'{name} is an empty list; write [{{"role": "user", "content": "..."}}]')
+        raise ValueError(f'{label} is an empty list; write [{{"role": "user", "content": "..."}}]')
     return [
-        _read_message(f"message {place} of {name}", message)
+        _read_message(f"message {place} of {label}", message)
         for place, message in enumerate(messages, 1)
     ]
 
 
-def parse_messages_json(name: str, text: str) -> Any:
+def parse_messages_json(label: str, text: str) -> Any:
     """Parses JSON text that should contain messages. Raises ValueError if the text is not JSON."""
     try:
         return read_json(text)
     except ValueError as error:
         raise ValueError(
-            f"{name} {shorten_value(text)} is a string but not JSON; write a list of chat messages"
+            f"{label} {shorten_value(text)} is a string but not JSON; write a list of chat messages"
         ) from error
 
 
@@ -125,8 +125,8 @@ def _read_message(label: str, message: Any) -> Message:
     media = [key for key in MEDIA if key in fields]
     if media:
         raise ValueError(
-            f"{label} has {media[0]} {shorten_value(fields[media[0]])}; "
-            "Gwen reads only text, so remove it"
+            f"{label} has the key {media[0]}, whose value is {shorten_value(fields[media[0]])}; "
+            "Gwen reads only text, so remove this key"
         )
 
     read: Message = {"role": role}
@@ -136,7 +136,7 @@ def _read_message(label: str, message: Any) -> Message:
     if calls:
         read["tool_calls"] = calls
     if role == "assistant":
-        read |= _read_thought(label, fields, read["content"])
+        read |= _read_thought_by_key(label, fields, read["content"])
     read |= _read_zero_weight(label, role, fields)
 
     done = (
@@ -183,18 +183,18 @@ def _read_content(label: str, role: str, content: Any, may_be_empty: bool) -> st
     The text in a message's content, which may be a string, a list of text parts, or any JSON value
     if it is a tool's result.
     """
-    name = f"content of {label}"
+    content_label = f"content of {label}"
     parts = [content] if _is_content_part(content, TEXT_PARTS) else content
     # a tool's result may also be a list of objects that are not content parts
     kinds = (*TEXT_PARTS, *MEDIA) if role == "tool" else None
     if isinstance(parts, list) and any(_is_content_part(part, kinds) for part in parts):
-        text = "".join(_text_of_part(name, part) for part in parts)
+        text = "".join(_text_of_part(content_label, part) for part in parts)
     elif role == "tool" and content is not None and not isinstance(content, str):
         text = json.dumps(content, ensure_ascii=False)
     else:
         text = "" if content is None and may_be_empty else content
     if text != "" or not may_be_empty:
-        check_text(name, text)
+        check_text(content_label, text)
     return str(text)
 
 
@@ -211,47 +211,49 @@ def _is_content_part(part: Any, kinds: Sequence[str] | None) -> bool:
     return isinstance(kind, str) and (kinds is None or kind in kinds)
 
 
-def _text_of_part(name: str, part: Any) -> str:
+def _text_of_part(label: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
     if kind not in TEXT_PARTS:
         what = f"a part of type {shorten_value(kind)}" if kind else shorten_value(part)
-        raise ValueError(f"{name} contains {what}; Gwen reads only text parts, so remove it")
-    beside = [
+        raise ValueError(f"{label} contains {what}; Gwen reads only text parts, so remove it")
+    other_keys = [
         key
         for key, value in part.items()
         if key not in ("type", "text") and not _is_null_or_empty(value)
     ]
-    if beside:
+    if other_keys:
         raise ValueError(
-            f"{name} contains a part with the key {shorten_value(beside[0])}, which Gwen does not "
-            "read; remove this key"
+            f"{label} contains a part with the key {shorten_value(other_keys[0])}, which Gwen does "
+            "not read; remove this key"
         )
     if not isinstance(part.get("text"), str):
         raise ValueError(
-            f'{name} contains {shorten_value(part)}; write {{"type": "text", "text": "..."}}'
+            f'{label} contains {shorten_value(part)}; write {{"type": "text", "text": "..."}}'
         )
     return str(part["text"])
 
 
-def check_text(name: str, text: Any) -> None:
+def check_text(label: str, text: Any) -> None:
     """
     Raises ValueError if a value is not a string, is blank, or has characters that a tokenizer
-    refuses. name: how the error message names the value.
+    refuses. label: how the error message names the value.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{name} {shorten_value(text)} is a {type(text).__name__}; write a string")
+        raise ValueError(
+            f"{label} {shorten_value(text)} is a {type(text).__name__}; write a string"
+        )
     if not text.strip():
-        raise ValueError(f"{name} is empty; write some text")
+        raise ValueError(f"{label} is empty; write some text")
     if re.search("[\ud800-\udfff]", text):
         raise ValueError(
-            f"{name} {shorten_value(text)} contains half of a surrogate pair, which is not a "
+            f"{label} {shorten_value(text)} contains half of a surrogate pair, which is not a "
             "character; remove it"
         )
     if "\0" in text:
         raise ValueError(
-            f"{name} {shorten_value(text)} contains a NUL character, perhaps because the file is "
+            f"{label} {shorten_value(text)} contains a NUL character, perhaps because the file is "
             "in UTF-16; remove it"
         )
 
@@ -261,8 +263,8 @@ def check_text(name: str, text: Any) -> None:
 
 def _reply_from_call_turn(label: str, fields: Message) -> Message:
     """
-    Converts a ShareGPT turn of the role `function_call`, whose content is calls as JSON, to a reply
-    with `tool_calls`.
+    Converts a ShareGPT turn with the role `function_call`, whose content is tool calls in JSON, to
+    a reply with `tool_calls`.
     """
     value = fields.get("content")
     if isinstance(value, str):
@@ -294,8 +296,8 @@ def _read_calls(label: str, role: str, fields: Message) -> list[Message]:
 
 def _read_call(label: str, key: str, call: Any) -> Message:
     """
-    Converts a tool call to Gwen's layout, in which the arguments are a dictionary. A user may also
-    write the arguments as JSON text.
+    Converts a tool call to Gwen's layout, in which the arguments are a dictionary. In the user's
+    data, the arguments may also be JSON text.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
@@ -311,8 +313,8 @@ def _read_call(label: str, key: str, call: Any) -> Message:
             'write {"function": {"name": "...", "arguments": {...}}}'
         )
     read = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    number = call.get("id") if "function" in call else None
-    return {"id": number} | read if isinstance(number, str) and number else read
+    call_id = call.get("id") if "function" in call else None
+    return {"id": call_id} | read if isinstance(call_id, str) and call_id else read
 
 
 def read_tool_schemas(tools_column: Any) -> list[dict[str, Any]] | None:
@@ -347,7 +349,7 @@ def read_tool_schemas(tools_column: Any) -> list[dict[str, Any]] | None:
 # ---- thoughts and weights
 
 
-def _read_thought(label: str, fields: Message, content: str) -> Message:
+def _read_thought_by_key(label: str, fields: Message, content: str) -> dict[str, str]:
     """
     A dictionary with a reply's thought under the key that the user chose. The dictionary is empty
     if there is no thought, or if the content already contains the thought.
@@ -389,7 +391,7 @@ def _text_of_reasoning_details(label: str, details: Any) -> str:
     return "\n".join(texts)
 
 
-def _read_zero_weight(label: str, role: str, fields: Message) -> Message:
+def _read_zero_weight(label: str, role: str, fields: Message) -> dict[str, int]:
     """
     A dictionary with the weight 0 if a reply should not be trained; otherwise an empty dictionary.
 
@@ -409,60 +411,59 @@ def _read_zero_weight(label: str, role: str, fields: Message) -> Message:
 
 def remove_thought(reply_text: str) -> str:
     """The text of a reply without the thought at its beginning."""
-    return (
-        ENDS_OF_THOUGHT.sub("", reply_text).strip()
-        if ENDS_OF_THOUGHT.match(reply_text)
-        else reply_text
-    )
+    if ENDS_OF_THOUGHT.match(reply_text):
+        return ENDS_OF_THOUGHT.sub("", reply_text).strip()
+    return reply_text
 
 
-# ---- their order
+# ---- the order of messages
 
 
-def check_message_order(name: str, messages: list[Message]) -> None:
+def check_message_order(label: str, messages: list[Message]) -> None:
     """
     Raises ValueError if the messages are in an impossible order.
 
     Only the first message may be a system message, a tool's result must come after a reply, and at
-    least one message must be the user's. name: how the error message names the list.
+    least one message must be from the user. label: how the error message names the list.
     """
     has_reply = False
     for place, message in enumerate(messages, 1):
-        label = f"message {place} of {name}"
+        message_label = f"message {place} of {label}"
         if message["role"] == "system" and place > 1:
             raise ValueError(
-                f"{label} has the role 'system'; use this role only for the first message"
+                f"{message_label} has the role 'system'; use this role only for the first message"
             )
         if message["role"] == "tool" and not has_reply:
             raise ValueError(
-                f"{label} has the role 'tool', but no reply comes before it; remove the message"
+                f"{message_label} has the role 'tool', but no reply comes before it; remove the "
+                "message"
             )
         has_reply = has_reply or message["role"] == "assistant"
     if not any(message["role"] == "user" for message in messages):
         first = messages[0]["role"]
         raise ValueError(
-            f"message 1 of {name} is the {first}'s, and no message is the user's; "
-            "add a message with the role user"
+            f"message 1 of {label} has the role {first!r}, and no message has the role 'user'; "
+            "add a message with the role 'user'"
         )
 
 
-def check_prompt_messages(messages: list[Message], name: str = "prompt") -> list[Message]:
+def check_prompt_messages(messages: list[Message], label: str = "prompt") -> list[Message]:
     """
     Returns the messages unchanged if a reply can follow them.
 
-    Raises ValueError if the order is impossible, or if the last message is neither the user's nor a
-    tool's result.
+    Raises ValueError if the order is impossible, or if the last message is neither from the user
+    nor a tool's result.
     """
-    check_message_order(name, messages)
+    check_message_order(label, messages)
     if messages[-1]["role"] not in ("user", "tool"):
         raise ValueError(
-            f"the last message of {name} is the {messages[-1]['role']}'s; "
+            f"the last message of {label} has the role {messages[-1]['role']!r}; "
             "end with a message of the user or a tool"
         )
     return messages
 
 
-def is_conversation(value: Any) -> bool:
+def looks_like_conversation(value: Any) -> bool:
     """Whether a value looks like a list of messages in any layout."""
     return (
         isinstance(value, list)
@@ -480,7 +481,7 @@ def parse_messages_if_json(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
             items = read_json(value)
-            if is_conversation(items):
+            if looks_like_conversation(items):
                 return items
     return value
 
@@ -502,11 +503,13 @@ def conversation_column_name(example: Example, *, is_sft: bool = False) -> str |
         return None
     if is_sft:
         return column or ("prompt" if isinstance(prompt, list) else None)
-    is_sharegpt = is_conversation(prompt) and "from" in prompt[0]
-    return "prompt" if is_sharegpt and role_in_any_layout(prompt[-1]) == "assistant" else None
+    is_sharegpt = looks_like_conversation(prompt) and "from" in prompt[0]
+    if is_sharegpt and standard_role_or_empty(prompt[-1]) == "assistant":
+        return "prompt"
+    return None
 
 
-def role_in_any_layout(message: Any) -> str:
+def standard_role_or_empty(message: Any) -> str:
     """The role of a message in any layout; "" if the message has no role."""
     role = message.get("role", message.get("from")) if isinstance(message, dict) else None
     return ROLES.get(role, role) if isinstance(role, str) else ""

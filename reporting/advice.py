@@ -1,8 +1,8 @@
 """
 Suggests what to do after a run, and gives the commands to type.
 
-A piece of advice has no full stop at its end, because it may end in a command. This file does not
-cover the evidence for the advice, which comes from difference.py, answer_changes.py and health.py.
+Advice has no full stop at its end, because it may end in a command. This file does not cover the
+evidence for the advice, which comes from difference.py, answer_changes.py and health.py.
 """
 
 import shlex
@@ -14,9 +14,10 @@ from reporting.difference import BETTER, FEW, SAME, WORSE, MeanChange
 from reporting.health import Records
 from reporting.history import History
 from rewards import form, functions
-from settings.sources import command_with_extras
+from settings.sources import command_prefix_with_extras
 
-# KL divergence from the untrained model, in nats per token; less means that training changed little
+# If the KL divergence from the model before training is smaller than this, in nats per token,
+# training has hardly changed the model.
 LEAST_KL = 1e-3
 MOST_SAMPLES = 8  # the number of samples per problem in the evaluation that the advice suggests
 BOTH_ROSE = (
@@ -138,7 +139,7 @@ def explain_lack_of_change(run: History) -> str:
 def advise_on_few_problems(
     run: History, change: MeanChange, lone_reward_change: str, reward_fix: str
 ) -> str:
-    """Returns advice on a change that was measured on too few problems to be conclusive."""
+    """Returns advice for a change that was measured on too few problems to be conclusive."""
     hold_out_more = advice_on_holding_out_more(run.evals[-1]["eval/num"], run.settings)
     if run.figure_name == "loss":
         num = max(change.num_problems_needed, LEAST_CONVERSATIONS)
@@ -166,14 +167,14 @@ def advise_on_using_the_model(run: History) -> str:
     """Returns commands for chatting with the trained model and for merging its adapter."""
     settings = run.settings
     directory = shell_quoted_dir(run)
-    chat = command_with_extras(settings, "chat.py")
+    chat = command_prefix_with_extras(settings, "chat.py")
     advice = f"Chat with the model: {chat} --run {directory} --chat --temp 0"
     if run.figure_name == "loss" and settings.get("lora_rank"):
         model = shlex.quote(str(settings.get("model")))
         start = f"--model {model} --init-adapter {directory}"
-        train = command_with_extras(settings)
+        train = command_prefix_with_extras(settings)
         advice += f"; train the model further with GRPO: {train} {start} --data PROMPTS"
-    fuse = command_with_extras(settings, "export.py --fuse")
+    fuse = command_prefix_with_extras(settings, "export.py --fuse")
     merge = f"{fuse} --run {directory} --out my-model"
     return f"{advice}; merge the adapter into the model: {merge}"
 
@@ -192,7 +193,8 @@ def suggest_reward_fix(
     # Suggest `--reward-gate form` only if every right answer would pass the gate. In a conversation
     # the gate sees only the last turn, which is short.
     gate_fits = all(
-        form.own_answer_passes_gate(answer) and "messages" not in answer for answer in last_answers
+        form.right_answer_passes_form_gate(answer) and "messages" not in answer
+        for answer in last_answers
     )
     if gate_fits and settings.get("reward_gate") != "form":
         options.append("--reward-gate form")
@@ -218,9 +220,8 @@ def shell_quoted_dir(run: History) -> str:
 def command_to_double_steps(run: History) -> str:
     """Returns the command that resumes a run and doubles its number of steps."""
     num_steps = 2 * run.evals[-1]["step"]
-    return (
-        f"{command_with_extras(run.settings)} --resume {shell_quoted_dir(run)} --steps {num_steps}"
-    )
+    program = command_prefix_with_extras(run.settings)
+    return f"{program} --resume {shell_quoted_dir(run)} --steps {num_steps}"
 
 
 def command_to_evaluate_before_and_after(
@@ -239,12 +240,12 @@ def command_to_evaluate_before_and_after(
             "move the functions that the run uses into a separate file, because evaluate.py can "
             "load functions only from files"
         )
-    evaluate = f"{command_with_extras(settings, 'evaluate.py')} --run {quoted_run_dir}"
+    evaluate = f"{command_prefix_with_extras(settings, 'evaluate.py')} --run {quoted_run_dir}"
     if num_samples is not None:
         evaluate += f" --samples {num_samples}"
     if settings.get("loss_type") == "sft":
         return f"{evaluate} --step 0 && {evaluate}"
     before = f"{quoted_run_dir}/before.jsonl"
     after = f"{quoted_run_dir}/after.jsonl"
-    compare = f"{command_with_extras({}, 'report.py')} --compare {before} {after}"
+    compare = f"{command_prefix_with_extras({}, 'report.py')} --compare {before} {after}"
     return f"{evaluate} --out {before} --step 0 && {evaluate} --out {after} && {compare}"

@@ -45,8 +45,8 @@ def load_answers_of_file_or_newest_of_run(path: str) -> Answers:
         ) from error
 
 
-def describe_measure(answers: Answers) -> str:
-    """Returns "right answers", or "the score by" and the names of the rewards that give a score."""
+def describe_metric(answers: Answers) -> str:
+    """Returns what the values measure: "right answers", or "the score by" and reward names."""
     record = next(iter(answers.values()), {})
     if "reward" in record:
         return "right answers"
@@ -54,7 +54,7 @@ def describe_measure(answers: Answers) -> str:
 
 
 def greedy_value_by_problem(answers: Answers) -> difference.ValueByProblem:
-    """Returns the value of each problem's greedy answer, without the values that are unreadable."""
+    """Returns the value of each problem's greedy answer, leaving out unreadable values."""
     return {
         problem: record["greedy_value"]
         for problem, record in answers.items()
@@ -64,12 +64,12 @@ def greedy_value_by_problem(answers: Answers) -> difference.ValueByProblem:
 
 def make_answer_comparison_table(paths: list[str]) -> list[list[str]]:
     """
-    Returns the rows of a table, which are the column names and one row per evaluation.
+    Returns the rows of a table: first the column names, then one row per evaluation.
 
     Each row shows how much an evaluation differs from the first evaluation.
 
-    Raises ValueError if an evaluation shares no problem with the first one, or if their values have
-    different meanings.
+    Raises ValueError if an evaluation shares no problem with the first one, or if the two
+    evaluations measure different things.
     """
     evaluations = [load_answers_of_file_or_newest_of_run(path) for path in paths]
     first = evaluations[0]
@@ -103,8 +103,8 @@ def check_shared_problems_and_measure(
         raise ValueError(
             f"{path} and {first_path} have no problem in common; evaluate both on the same data"
         )
-    figure = describe_measure(answers)
-    first_figure = describe_measure(first)
+    figure = describe_metric(answers)
+    first_figure = describe_metric(first)
     if figure != first_figure:
         raise ValueError(
             f"{path} measures {figure} but {first_path} measures {first_figure}, so they cannot be "
@@ -113,7 +113,7 @@ def check_shared_problems_and_measure(
 
 
 def format_mean_with_interval(values: difference.ValueByProblem) -> str:
-    """Returns a mean and half the width of its 95% interval, or "-" if there are no values."""
+    """Returns the mean and half the width of its 95% interval, or "-" if there are no values."""
     if not values:
         return "-"
     array = np.array(list(values.values()))
@@ -134,7 +134,7 @@ def format_paired_difference(
     if not change:
         return ""
     outcome = change.outcome.partition(" problems")[0]
-    text = f"{change.interval_text}, {outcome}"
+    text = f"{change.mean_plus_minus_text}, {outcome}"
     if change.num < len(after):
         text += f" ({change.num} shared)"
     return text

@@ -1,5 +1,5 @@
 """
-Calls the callbacks of a Python program, whose events have the names of Hugging Face's trainers.
+Calls a Python program's callbacks at events with the same names as in Hugging Face's trainers.
 
 A callback is an object with any of the methods in EVENTS. Each method is called as
 `on_step_end(args, state, control, **kwargs)`, so a `transformers.TrainerCallback` works too. This
@@ -25,7 +25,7 @@ EVENTS = (
     "on_save",
     "on_train_end",
 )
-# The events of Hugging Face's trainers that a run does not have, each with the nearest event here.
+# Events of Hugging Face's trainers that do not occur in a run -> the most similar event here.
 ABSENT_EVENTS = {
     "on_epoch_begin": "on_step_begin",
     "on_epoch_end": "on_step_end",
@@ -36,14 +36,14 @@ ABSENT_EVENTS = {
     "on_prediction_step": "on_evaluate",
     "on_push_begin": "on_save",
 }
-BASE_MODULE = "transformers.trainer_callback"  # its class TrainerCallback has all events
+BASE_MODULE = "transformers.trainer_callback"  # the module of the class TrainerCallback
 
 Figures = dict[str, Any]
 
 
-def check_callbacks(callbacks: Iterable[Any]) -> list[Any]:
+def instantiate_and_check_callbacks(callbacks: Iterable[Any]) -> list[Any]:
     """
-    The callbacks, with an instance in the place of each class.
+    The callbacks, with an instance in place of each class.
 
     Raises ValueError if a callback has no method in EVENTS, or a method for an unknown event.
     """
@@ -69,7 +69,7 @@ def check_callbacks(callbacks: Iterable[Any]) -> list[Any]:
 
 
 def _own_event_methods(callback: Any) -> list[str]:
-    """The methods `on_…` of a callback that it does not inherit from TrainerCallback."""
+    """The names of a callback's methods `on_…`, except those inherited from TrainerCallback."""
     methods = []
     for name in dir(callback):
         method = getattr(callback, name, None)
@@ -80,12 +80,12 @@ def _own_event_methods(callback: Any) -> list[str]:
 
 
 class CallbackCaller:
-    """Calls the callbacks of a run, and knows what they have been told."""
+    """Calls the callbacks of a run, once for each new step, evaluation and checkpoint."""
 
     def __init__(self, run: Any, callbacks: Iterable[Any]):
         """run: a `run.Run`."""
         self.run = run
-        self.callbacks = check_callbacks(callbacks)
+        self.callbacks = instantiate_and_check_callbacks(callbacks)
         self.state = SimpleNamespace(
             global_step=run.step,
             max_steps=run.config.optimizer.steps,
@@ -98,7 +98,7 @@ class CallbackCaller:
         self.saved_step = run.saved_step
 
     def call(self, event: str, **values: Any) -> None:
-        """Calls the method of an event of each callback, if the callback has this method."""
+        """Calls the method called `event` of each callback that has such a method."""
         for callback in self.callbacks:
             method = getattr(callback, event, None)
             if method is not None:
@@ -123,7 +123,7 @@ class CallbackCaller:
             self.call("on_save")
 
     def evaluate_and_save_if_asked(self) -> None:
-        """Evaluates or saves the run if a callback has set the field of `control` for this."""
+        """Evaluates the run if `control.should_evaluate`, and saves it if `control.should_save`."""
         evaluations = self.run.journal.evaluations
         is_evaluated = bool(evaluations) and evaluations[-1]["step"] == self.run.step
         if self.control.should_evaluate and not is_evaluated:
@@ -159,7 +159,7 @@ def train_with_callbacks(
             caller.evaluate_and_save_if_asked()
             yield figures
             if caller.control.should_training_stop and run.step < state.max_steps:
-                print_line(f"a callback stopped the training after step {run.step}")
+                print_line(f"a callback stopped training after step {run.step}")
                 break
             if run.step < state.max_steps:
                 caller.call("on_step_begin")

@@ -31,7 +31,7 @@ MOST_POINTS = 400  # the most points of a curve; a longer curve shows means over
 NUM_COLOURS = 8
 NUM_DASHES = 4
 PHASES = ("rollout", "reward", "judge", "ref", "teacher", "update", "other")
-RATE = "Learning rate"  # the title of a chart that is shown only if a rate was reduced
+RATE = "Learning rate"  # the title of a chart that is shown only if the rate was ever reduced
 REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s")
 
 # the prefix of the metrics that a chart shows, by the chart's title
@@ -76,7 +76,7 @@ CHARTS = [
     ),
     ChartDefinition(
         "Length",
-        "the mean number of tokens in an answer; a jump means that length is rewarded",
+        "the mean number of tokens in an answer; a jump may mean that length is rewarded",
         {"completion/mean_tokens": "tokens"},
     ),
     ChartDefinition(
@@ -86,9 +86,7 @@ CHARTS = [
     ),
     ChartDefinition("Reward by component", "each component before weighting", {}),
     ChartDefinition("Logged by rewards", "the mean of each value that a reward function logs", {}),
-    ChartDefinition(
-        "Logged by the loss", "the mean over the tokens of each sum that your own loss returns", {}
-    ),
+    ChartDefinition("Logged by the loss", "each sum that your own loss returns, per token", {}),
     ChartDefinition(
         "Truncated",
         "the fraction of answers that are cut off at the length limit",
@@ -104,7 +102,7 @@ CHARTS = [
     ),
     ChartDefinition(
         RATE,
-        "the fraction of the scheduled rate that --target-kl left; below 1, updates were shortened",
+        "as a fraction of the scheduled rate; below 1, --target-kl shortened the updates",
         {"update/rate": "effective"},
     ),
     ChartDefinition("Divergence from the teacher", "in nats per token", {"distill/kl": "training"}),
@@ -116,7 +114,7 @@ CHARTS = [
     ChartDefinition("Gradient norm", "before clipping", {"grad_norm": "norm"}),
     ChartDefinition(
         "Sampler and trainer",
-        "the mean difference between the two log-probabilities of a sampled token",
+        "the mean difference between the log-probabilities that the two give to a sampled token",
         {"mismatch/logprob_abs_mean": "difference"},
     ),
     ChartDefinition(
@@ -158,8 +156,8 @@ def average_curves_over_seeds(
     """
     Yields the curves of a seed group in one chart.
 
-    A group of several runs has the mean of the runs' curves, at the steps that all runs have, and a
-    band from the lowest run to the highest. A group of one run has the curve of that run.
+    For several runs, a curve is the mean of the runs' curves at the steps that all runs have, with
+    a band from the lowest run to the highest. For one run, the curve is that of the run.
     """
     by_label: dict[str, list[Curve]] = {}
     for run in seed_group.runs:
@@ -240,7 +238,7 @@ def add_band_and_thin(
     return np.stack(means, 1)
 
 
-class Scale(NamedTuple):
+class ChartScale(NamedTuple):
     """Converts steps and values to coordinates in a chart."""
 
     last_step: float
@@ -270,14 +268,14 @@ def lay_out_chart(
     last_step = max(curve.rows[0, -1] for curve in curves) or 1.0
     lowest = min(curve.rows[2].min() for curve in curves)
     highest = max(curve.rows[3].max() for curve in curves)
-    ticks = round_axis_ticks(lowest, highest)
-    scale = Scale(last_step, ticks)
+    ticks = choose_round_axis_ticks(lowest, highest)
+    scale = ChartScale(last_step, ticks)
 
     marks = []
     for warning in seed_groups[0].runs[0].warnings:
         if warning["step"] <= last_step:
             marks.append(warning | {"x": scale.x_coordinate(warning["step"])})
-    x_ticks = [step for step in round_axis_ticks(0.0, last_step) if step <= last_step]
+    x_ticks = [step for step in choose_round_axis_ticks(0.0, last_step) if step <= last_step]
     return {
         "title": title,
         "note": note,
@@ -289,7 +287,7 @@ def lay_out_chart(
     }
 
 
-def lay_out_curve(curve: Curve, seed_groups: list[SeedGroup], scale: Scale) -> dict[str, Any]:
+def lay_out_curve(curve: Curve, seed_groups: list[SeedGroup], scale: ChartScale) -> dict[str, Any]:
     """Returns the coordinates of a curve's lines, band and dots, with its label and colour."""
     steps, values, low, high = curve.rows
     # the smooth line is the moving mean over a tenth of the curve's points
@@ -327,7 +325,7 @@ def lay_out_curve(curve: Curve, seed_groups: list[SeedGroup], scale: Scale) -> d
     }
 
 
-def round_axis_ticks(low: float, high: float) -> list[float]:
+def choose_round_axis_ticks(low: float, high: float) -> list[float]:
     """Returns three to six evenly spaced round numbers from at most `low` to at least `high`."""
     # a smaller span is due to rounding, and would result in a single tick
     least_span = max(abs(low), abs(high)) / 1000

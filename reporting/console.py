@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from config import Config
 from machine import alive
-from text.printable import make_printable
+from text.printable import escape_and_redact_for_printing
 
 PHASES = {
     "rollout": "sampling",
@@ -33,19 +33,19 @@ def print_line(line: str, file: TextIO | None = None) -> None:
     the width of the terminal.
     """
     file = sys.stdout if file is None else file
-    tqdm.write(alive.wrap_for_terminal(make_printable(line), file), file=file)
+    tqdm.write(alive.wrap_for_terminal(escape_and_redact_for_printing(line), file), file=file)
     file.flush()
     alive.record_print_time()
 
 
-def print_warning(line: str) -> None:
+def print_line_to_stderr(line: str) -> None:
     print_line(line, sys.stderr)
 
 
 # ---- the lines
 
 
-def name_console_columns(config: Config) -> str:
+def describe_console_columns(config: Config) -> str:
     """Returns a line with the names of the columns that each step's line shows."""
     if config.objective.loss_type == "sft":
         return "columns: step, loss, seconds, tokens/s trained"
@@ -57,7 +57,7 @@ def name_console_columns(config: Config) -> str:
 
 def format_step_line(metrics: dict[str, Any], num_steps: int) -> str:
     """
-    Returns a line with a step's figures; `name_console_columns` returns the names of the figures.
+    Returns a line with a step's figures. `describe_console_columns` returns their names.
 
     A loss that overflowed is shown as nan, and so is the mean reward if no reward was readable.
     If --target-kl reduced the learning rate, the line says by how much.

@@ -45,7 +45,7 @@ class MeanChange(NamedTuple):
         return f"{self.mean:+.3f}, 95% interval {self.low:+.3f} to {self.high:+.3f}"
 
     @property
-    def interval_text(self) -> str:
+    def mean_plus_minus_text(self) -> str:
         """The mean and the farther end of its interval, such as "+0.125 \u00b1 0.080"."""
         if self.num < FEWEST_FOR_INTERVAL:
             return f"{self.mean:+.3f}"
@@ -182,7 +182,7 @@ def earliest_unbeaten_evaluation(run: History) -> dict[str, Any] | None:
 
 
 def mean_value_by_problem(answers: Mapping[Any, dict[str, Any]]) -> ValueByProblem:
-    """Returns the mean value of each problem's samples, without the unreadable values."""
+    """Returns the mean value of each problem's samples, leaving out unreadable values."""
     means = {}
     for problem, record in answers.items():
         readable = [value for value in record["values"] if value is not None]
@@ -192,7 +192,11 @@ def mean_value_by_problem(answers: Mapping[Any, dict[str, Any]]) -> ValueByProbl
 
 
 def fewest_readable_samples(answers: Mapping[Any, dict[str, Any]]) -> int:
-    """Returns the smallest number of readable samples of any problem that has readable samples."""
+    """
+    Returns the smallest number of readable samples of a problem, ignoring problems without any.
+
+    Returns 1 if no problem has a readable sample.
+    """
     counts = []
     for record in answers.values():
         count = sum(value is not None for value in record["values"])
@@ -205,9 +209,9 @@ def first_sample_reward_by_problem(
     answers: Answers, component: str | None = None
 ) -> ValueByProblem:
     """
-    Returns the reward of each problem's first sampled answer, without the unreadable rewards.
+    Returns the reward of each problem's first sampled answer, leaving out unreadable rewards.
 
-    component: the name of a component of the reward; None stands for the total reward.
+    component: the name of a reward component; None means the total reward.
     """
     rewards = {}
     for problem, record in answers.items():
@@ -221,7 +225,7 @@ def first_sample_reward_by_problem(
 
 
 def greedy_value_by_problem(answers: Answers) -> ValueByProblem:
-    """Returns the value of each problem's greedy answer, without the unreadable values."""
+    """Returns the value of each problem's greedy answer, leaving out unreadable values."""
     values = {}
     for problem, record in answers.items():
         value = record.get("greedy_value")

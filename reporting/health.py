@@ -18,7 +18,9 @@ TRUNCATED = "completion/truncated_frac"
 EVAL_TRUNCATED = "eval/truncated_frac"
 CONTROL = "completion/control_frac/"  # the prefix of the metrics about control tokens
 FEW = 5  # the number of steps to average, so that a single odd step does not cause a warning
-MOST_OVER_CAP = 0.01  # the largest normal fraction of tokens whose mismatch exceeds the cap
+# the largest normal fraction of tokens for which the trainer's probability is over 3 times as high
+# as the sampler's
+MOST_OVER_CAP = 0.01
 MOST_CONTROL = 0.1  # the largest normal fraction of completions that contain one control token
 LEAST_ENTROPY = 0.1  # the smallest normal entropy, as a fraction of the entropy at the start
 STILL = 10  # a warning needs this many updates in a row that change nothing
@@ -60,7 +62,7 @@ def find_symptoms(
             f"{fractions[token]:.0%} of the completions of the last {len(last)} steps contain the "
             f"control token {token!r}, which does not end a completion and is not shown in texts. "
             "If this token should end completions, start the run again with "
-            f"--end-tokens '{token}'. Otherwise look at `ids` in rollouts.jsonl, and check that "
+            f"--end-tokens '{token}'. Otherwise, look at `ids` in rollouts.jsonl, and check that "
             "the model was trained with this chat template"
         )
 
@@ -118,11 +120,10 @@ def advise_on_cut_off_answers(
     steps: Records, evaluations: Records, settings: Mapping[str, Any]
 ) -> str:
     """
-    Returns a warning that over half of the newest answers are cut off, and what to change.
+    Returns a warning and advice if over half of the newest answers are cut off, else "".
 
-    Returns "" if fewer answers are cut off. The warning can appear after the first step, or even
-    after an evaluation before the first step. Answers that never end teach the model nothing, and
-    make all other figures meaningless.
+    The warning can appear after the first step, or even after an evaluation before the first step,
+    because answers that never end teach the model nothing and make all other figures meaningless.
     """
     newest = mean_value(steps[-FEW:], TRUNCATED) or 0.0
     last_step = steps[-1].get("step", 0) if steps else 0

@@ -1,7 +1,7 @@
 """
 Reads a run's records and main figures from its files, and makes the run's texts safe to show.
 
-Everything comes from the run's own files, so a run that is still going on or was killed can be read
+Everything comes from the run's own files, so a run that is still training or was killed can be read
 too. This file does not cover the verdict on a run (verdict.py) or runs with several seeds
 (seeds.py).
 """
@@ -23,7 +23,7 @@ from reporting import health
 from reporting.health import Records
 from text.printable import escape_invisible
 
-MOST_TEXT = 20_000  # the most characters shown of one text; a longer text loses its middle
+MOST_TEXT = 20_000  # the most characters shown of a text; the middle of a longer text is cut
 WORD = re.compile(r"\w+|\s+|[^\w\s]")  # a word, white space, or a punctuation mark
 
 # The records of one evaluation in `eval_answers.jsonl`; each key is the number of a problem.
@@ -41,7 +41,7 @@ class History:
     evals: Records
     warnings: Records = field(default_factory=list)
     changes: Records = field(default_factory=list)
-    num_answers_left_out: int = 0  # the number of the first held-out answers that are left out
+    num_answers_left_out: int = 0  # how many of the first held-out answers are left out
 
     @property
     def name(self) -> str:
@@ -71,11 +71,11 @@ class History:
         return answers_by_step
 
     @functools.cached_property
-    def digests(self) -> dict[str, str]:
+    def digest_by_file_name(self) -> dict[str, str]:
         """
-        Digests of the files and functions that the settings name, by the file's name.
+        Digests of the files and functions that the settings name, by the name of the file.
 
-        Files are recorded in env.json, and functions of a program or notebook in the checkpoints.
+        env.json has the digests of files, and the checkpoints have those of a program's functions.
         """
         digests: dict[str, str] = {}
         for path, digest in run_files.read_file_digests(self.dir).items():
@@ -84,8 +84,8 @@ class History:
         return digests
 
     @functools.cached_property
-    def comparable(self) -> "History":
-        """The run without the evaluations from before a change of what evaluations measure."""
+    def with_comparable_evals(self) -> "History":
+        """The run with only the evaluations since a resume last changed what they measure."""
         num_evals, num_answers = run_changes.num_incomparable_evaluations_and_answers(self.changes)
         if not num_evals:
             return self
@@ -95,16 +95,16 @@ class History:
 # ---- reading a run
 
 
-def load_history(run: str | Path) -> History:
+def load_history(run_dir: str | Path) -> History:
     """
     Loads the settings and records of a run from its directory.
 
     Raises ValueError if the directory does not contain a run.
     """
-    folder = Path(run)
+    folder = Path(run_dir)
     if not (folder / "config.yaml").is_file():
         raise ValueError(
-            f"{run} contains no config.yaml; give the directory of a run, such as runs/NAME"
+            f"{run_dir} contains no config.yaml; give the directory of a run, such as runs/NAME"
         )
     saved = run_files.load_settings(str(folder))
     # leave out settings that only older versions of this program had
@@ -124,12 +124,12 @@ def load_history(run: str | Path) -> History:
 # ---- untrusted text
 
 
-def escape_and_cut_middle(value: Any) -> str:
+def escape_invisible_and_cut_middle(value: Any) -> str:
     """
     Returns a value as text, with its invisible characters escaped; None becomes "".
 
-    A text of more than MOST_TEXT characters loses its middle, and a note in its place says how many
-    characters are missing.
+    The middle of a text of more than MOST_TEXT characters is replaced by a note, which says how
+    many characters are missing.
     """
     text = "" if value is None else str(value)
     if len(text) > MOST_TEXT:
@@ -146,11 +146,11 @@ def format_prompt_safely(prompt: Any) -> str:
         prompt = prompt[0]["content"]
     if isinstance(prompt, list):
         prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    return escape_and_cut_middle(prompt)
+    return escape_invisible_and_cut_middle(prompt)
 
 
 def split_and_mark_new_words(before: str, after: str) -> list[tuple[str, bool]]:
-    """Splits `after` into words, spaces and punctuation; True marks what is not in `before`."""
+    """Splits `after` into words, spaces and punctuation; True marks a piece not in `before`."""
     old = set(WORD.findall(before))
     return [(piece, not piece.isspace() and piece not in old) for piece in WORD.findall(after)]
 
@@ -165,9 +165,9 @@ def format_figure_before_after(
     Returns a held-out figure at the first and at the last evaluation, each with its interval.
 
     A missing evaluation is shown as "-". with_name: whether to put the name of the figure before
-    each value; the name "accuracy" is always left out. figure_name: "" stands for the main figure.
+    each value; the name "accuracy" is always left out. figure_name: "" means the main figure.
     """
-    run = run.comparable
+    run = run.with_comparable_evals
     name = figure_name or run.figure_name
     prefix = f"{name} " if with_name and name != "accuracy" else ""
     figures = [
@@ -221,7 +221,7 @@ def headline_facts(run: History, ended: bool = False) -> dict[str, str]:
     evaluation_s = sum(record.get("eval/s") or 0.0 for record in run.evals)
     peak = max(health.measured_values(run.steps, "mem/peak_gb"), default=None)
     status = run_status(run, ended)
-    figure_name = run.comparable.figure_name
+    figure_name = run.with_comparable_evals.figure_name
     facts = {f"held-out {figure_name} before": before, f"held-out {figure_name} after": after}
     if any(record.get("eval/greedy") is not None for record in run.evals):
         before, after = format_figure_before_after(run, with_name=False, figure_name="greedy")

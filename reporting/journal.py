@@ -25,14 +25,14 @@ import numpy as np
 
 from config import Config
 from disk import run_changes
-from disk.run_files import JsonLines, replace_infinities
-from disk.statistics import mean
+from disk.run_files import JsonLinesLog, replace_nonfinite_by_none
+from disk.statistics import mean_ignoring_nan
 from judging.grader import Grader, Judgement
 from machine import cpu_share, gpu, world
 from machine.cpu_share import CpuShare
 from prompts.examples import last_user_text, pick_evenly_spaced
 from reporting import health, verdict
-from reporting.console import LiveLine, format_step_line, print_line, print_warning
+from reporting.console import LiveLine, format_step_line, print_line, print_line_to_stderr
 from reporting.difference import earliest_unbeaten_evaluation
 from reporting.history import History
 from reporting.run_table import cumulative_costs
@@ -87,7 +87,7 @@ class PhaseClock:
         assert finished, f"phase {name} ended without calling the yielded function"
         elapsed_s = time.perf_counter() - start
         self.seconds[name] = self.seconds.get(name, 0.0) + elapsed_s
-        self.cpu_share.add_phase(name, elapsed_s, cpu_share.count_cpu_seconds() - cpu_start)
+        self.cpu_share.add_if_cpu_phase(name, elapsed_s, cpu_share.count_cpu_seconds() - cpu_start)
 
     def take_seconds_by_phase(self) -> dict[str, float]:
         """
@@ -101,7 +101,7 @@ class PhaseClock:
         seconds = self.seconds | {"step": total, "other": other}
         self.seconds = {}
         self._step_start = now
-        waits = world.pop_wait_seconds()
+        waits = world.pop_wait_seconds_metric()
         self.wait_s += sum(waits.values())
         return seconds | waits
 
@@ -113,7 +113,7 @@ class StepSamples(NamedTuple):
     """
     A step's samples, with reports from the sampler, the reward functions and the judge.
 
-    The reports are None in supervised fine-tuning, which samples and rewards nothing.
+    The reports are None in supervised fine-tuning, which neither samples nor rewards completions.
     """
 
     samples: list[Sample]
@@ -160,8 +160,8 @@ def metrics_of_update(
     """
     Returns the metrics of an optimizer update, including the durations of its step's phases.
 
-    seconds: the seconds by phase. num_rows: the number of samples in the step.
-    recent_step_seconds: the seconds of each of the last steps.
+    seconds: the duration of each phase, and of the step. num_rows: the number of samples in the
+    step. recent_step_seconds: the durations of the last steps.
     """
     train_s = sum(seconds.get(phase, 0.0) for phase in TRAIN_PHASES)
     update_speed = None
@@ -256,9 +256,9 @@ def reward_metrics(step_samples: StepSamples) -> dict[str, float | None]:
         if name != "rubric":
             num_missing += int(np.isnan(components[name]).sum())
 
-    figures = {"reward/mean": mean(rewards), "reward/std": deviation}
+    figures = {"reward/mean": mean_ignoring_nan(rewards), "reward/std": deviation}
     for name, values in components.items():
-        figures[f"reward/{name}"] = mean(values)
+        figures[f"reward/{name}"] = mean_ignoring_nan(values)
     for name, logged_values in logged.metrics.items():
         figures[f"metric/{name}"] = float(np.mean(logged_values))
     figures["reward/none"] = num_missing
@@ -316,7 +316,7 @@ def repetition_metrics(samples: list[Sample]) -> dict[str, float | None]:
     num = len(samples)
     repeated = sum(form.repeated_4gram_fraction(sample.text) for sample in samples)
     num_degenerate = sum(
-        form.is_degenerate(sample.text, last_user_text(sample.example["prompt"]))
+        form.repeats_itself_or_copies_prompt(sample.text, last_user_text(sample.example["prompt"]))
         for sample in samples
     )
     return {
@@ -332,17 +332,20 @@ def tool_metrics(samples: list[Sample], stats: RolloutStats) -> dict[str, float]
         return {}
     calls = [call for conversation in conversations for call in conversation["tool_calls"]]
     num_turns = sum(conversation["turns"] for conversation in conversations)
-    return {
+    metrics = {
         "tools/calls": float(len(calls)),
         "tools/failures": float(sum(call["error"] is not None for call in calls)),
         "tools/s": sum(call["seconds"] for call in calls),
         "tools/wait_s": stats.wait_s,
         "tools/turns": num_turns / len(conversations),
     }
+    if stats.failures is not None:
+        metrics["episodes/failed"] = float(len(stats.failures))
+    return metrics
 
 
 def completion_records(step: int, samples: list[Sample]) -> Iterator[dict[str, Any]]:
-    """Yields the record that `rollouts.jsonl` keeps of each completion sampled in a step."""
+    """Yields the record in `rollouts.jsonl` of each completion that was sampled in a step."""
     for sample in samples:
         if sample.logprobs is None:
             continue
@@ -358,17 +361,17 @@ def completion_records(step: int, samples: list[Sample]) -> Iterator[dict[str, A
             "ids": sample.response_ids,
         }
         if sample.conversation:
-            record |= {"own": sample.turn_spans} | sample.conversation
+            record |= {"own": sample.turn_begins_and_ends} | sample.conversation
         # half precision has a relative error of at most 0.05%, or an absolute error of 3e-8
         logprobs = sample.logprobs.astype("<f2").tobytes()
         record["logprobs"] = base64.b64encode(logprobs).decode()
-        record |= replace_infinities({"reward": sample.reward_or_nan_if_unreadable})
-        record["rewards"] = replace_infinities(sample.reward_components)
+        record |= replace_nonfinite_by_none({"reward": sample.reward_or_nan_if_unreadable})
+        record["rewards"] = replace_nonfinite_by_none(sample.reward_components)
         if sample.extra_columns:
             record["extra"] = sample.extra_columns
         record["judge_scores"] = round_scores(sample.scores)
         record["finish_reason"] = sample.finish_reason
-        # each turn may have its own advantage; the first one covers the whole conversation
+        # each turn may have its own advantage; that of the first turn depends on all rewards
         record["advantage"] = np.ravel(sample.advantage)[0].item()
         if not sample.is_chosen:
             record["left_out"] = True
@@ -428,13 +431,13 @@ class Journal:
         self.trackers: list[Tracker] = []
 
     def __enter__(self) -> "Journal":
-        """Shows the live line and connects to the trackers that the run reports to."""
+        """Shows the live line, and connects to the trackers in --report-to."""
         last_step = self.steps[-1]["step"] if self.steps else 0
         self.live = LiveLine(self.config.optimizer.steps, last_step)
         names = self.config.records.report_to
         if names and world.is_first():
             self.trackers = [
-                Tracker(name, self.dir, print_warning) for name in dict.fromkeys(names)
+                Tracker(name, self.dir, print_line_to_stderr) for name in dict.fromkeys(names)
             ]
         return self
 
@@ -482,7 +485,7 @@ class Journal:
         totals = cumulative_costs(self.steps)
         figures["time/s"] = totals["time/s"] + seconds["step"]
         figures["tokens/total"] = totals["tokens/total"] + num_tokens
-        figures = replace_infinities(figures)
+        figures = replace_nonfinite_by_none(figures)
 
         self.metrics.write(figures)
         self.steps.append(figures)
@@ -491,18 +494,35 @@ class Journal:
         for tracker in self.trackers:
             tracker.send_metrics(figures)
         print_line(format_step_line(figures, self.config.optimizer.steps))
+        self._tell_once_about_failed_episodes(number, step_samples.stats)
         if figures["skipped"]:
-            print_warning(f"step {number}: skipped the update, because the gradient was not finite")
+            print_line_to_stderr(
+                f"step {number}: skipped the update, because the gradient was not finite"
+            )
         self.record_and_print_new_warnings(number)
         self._tell_once_if_cpu_is_busy(number)
         if self.live:
             self.live.show_finished_step(figures)
         return figures
 
-    def write_evaluation(
+    def _tell_once_about_failed_episodes(self, number: int, stats: RolloutStats | None) -> None:
+        """Prints and logs why episodes of an outside harness failed, the first time that any do."""
+        if stats and stats.failures:
+            text = (
+                f"{len(stats.failures)} episodes failed and were left out, the first because: "
+                f"{stats.failures[0]}. The metric episodes/failed counts further ones"
+            )
+            self.warn_once(number, health.RunWarning("failed episodes", text))
+
+    def record_evaluation_and_update_best(
         self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]
     ) -> None:
-        """Writes the record of an evaluation, and at most MOST_ANSWERS of its answers."""
+        """
+        Writes the record of an evaluation, and at most MOST_ANSWERS of its answers.
+
+        Also sends the record to the trackers, updates the verdict and the best step, and prints new
+        warnings.
+        """
         # write the answers first; a run that stops before writing the record evaluates again
         for answer in pick_evenly_spaced(answers, MOST_ANSWERS):
             self.answers.write({"step": step} | answer)
@@ -531,10 +551,10 @@ class Journal:
     def warn_once(self, step: int, new_warning: health.RunWarning) -> None:
         """Prints and records a warning, unless this run has already given the same warning."""
         if self.record_warning_once(step, new_warning):
-            print_warning(f"WARNING after step {step}: {new_warning.text}.")
+            print_line_to_stderr(f"WARNING after step {step}: {new_warning.text}.")
 
     def record_warning_once(self, step: int, new_warning: health.RunWarning) -> bool:
-        """Records a warning for the page, unless the log has it. Returns whether it is new."""
+        """Records a warning for the page. Returns False if the log already has the warning."""
         if new_warning.name in {warning["name"] for warning in self.warnings.read()}:
             return False
         self.warnings.write({"step": step} | new_warning._asdict())
@@ -542,18 +562,18 @@ class Journal:
 
     def _tell_once_if_cpu_is_busy(self, step: int) -> None:
         """
-        Prints a line if this process gets little CPU time.
+        Prints a line, at most once, if this process gets little CPU time.
 
-        The line is not recorded, because it says something about this machine at this time.
+        The line is not recorded, because it describes only the present state of this machine.
         """
         shortage = self.clock.cpu_share.describe_shortage(self.clock.wait_s)
         if shortage and not self.has_told_of_busy_cpu:
             self.has_told_of_busy_cpu = True
-            print_warning(f"WARNING after step {step}: {shortage}.")
+            print_line_to_stderr(f"WARNING after step {step}: {shortage}.")
 
     def _update_verdict_and_find_best_step(self) -> int | None:
         """Updates the verdict, prints its warning, and returns the step of the best evaluation."""
-        for change in run_changes.changes_of_measure(self.changes):
+        for change in run_changes.changes_that_affect_evaluations(self.changes):
             self.warn_once(change["step"], warning_of_measure_change(change))
         run = History(
             self.dir,
@@ -563,22 +583,22 @@ class Journal:
             self.evaluations,
             changes=self.changes,
         )
-        self.verdict = verdict.judge_change(run)
+        self.verdict = verdict.reach_verdict(run)
         if self.verdict and self.verdict.warning:
             self.warn_once(self.evaluations[-1]["step"], self.verdict.warning)
-        best = earliest_unbeaten_evaluation(run.comparable)
+        best = earliest_unbeaten_evaluation(run.with_comparable_evals)
         return best["step"] if best else None
 
     @property
     def comparable_evaluations(self) -> list[dict[str, Any]]:
-        """The evaluations since the newest change of what evaluations measure."""
+        """The evaluations since a resume last changed what they measure."""
         num_before, _ = run_changes.num_incomparable_evaluations_and_answers(self.changes)
         return self.evaluations[num_before:]
 
     @property
-    def lacks_comparable_evaluation(self) -> bool:
-        """Whether a change of what evaluations measure still needs an evaluation to begin with."""
-        has_changed = bool(run_changes.changes_of_measure(self.changes))
+    def needs_evaluation_after_change(self) -> bool:
+        """Whether a resume changed what evaluations measure, and the run has made none since."""
+        has_changed = bool(run_changes.changes_that_affect_evaluations(self.changes))
         return (
             has_changed and bool(self.config.evaluation.every) and not self.comparable_evaluations
         )
@@ -619,19 +639,19 @@ class Journal:
 
 
 def warning_of_measure_change(change: dict[str, Any]) -> health.RunWarning:
-    """A warning that evaluations before and after a change on a resume are not compared."""
+    """A warning that evaluations before a change are not compared with those after the change."""
     name = str(change["setting"])
     return health.RunWarning(
         f"{name} changed after step {change['step']}",
         f"The run was resumed after step {change['step']} with a change: {name}. The change can "
-        "affect every held-out figure, so the model is evaluated again at this step, and earlier "
-        "evaluations are not compared",
+        "affect every held-out figure, so the model is evaluated again at this step, and is not "
+        "compared with earlier evaluations",
     )
 
 
-def open_log(run_dir: Path, name: str) -> JsonLines:
+def open_log(run_dir: Path, name: str) -> JsonLinesLog:
     """Opens a log in a run's directory; only the first of several processes writes to it."""
-    return JsonLines(run_dir / f"{name}.jsonl", kept=world.is_first())
+    return JsonLinesLog(run_dir / f"{name}.jsonl", is_enabled=world.is_first())
 
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:

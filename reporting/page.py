@@ -39,31 +39,34 @@ from reporting.difference import BETTER, WORSE
 from reporting.history import (
     Answers,
     History,
-    escape_and_cut_middle,
+    escape_invisible_and_cut_middle,
     format_prompt_safely,
     split_and_mark_new_words,
 )
 from reporting.seeds import SeedGroup
-from reporting.verdict import NUM_READ, Verdict, draw_problems, judge_change
-from settings.sources import command_with_extras
+from reporting.verdict import NUM_READ, Verdict, reach_verdict, sample_problems_to_show
+from settings.sources import command_prefix_with_extras
 from text.printable import escape_invisible
 from tools.calls import format_with_tool_calls
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_COMPLETIONS = 2_500_000  # the most bytes of rollouts.jsonl whose completions the page shows
 MOST_ANSWERS = 1_000_000  # the most characters of held-out answers on the page
-MOST_COST = 0.01  # the largest fraction of a run's time spent on writing pages, except the last one
+MOST_COST = (
+    0.01  # the largest fraction of a run's time spent on writing its page, before the run ends
+)
 
 # ---- held-out answers
 
 
 def held_out_answers_for_page(run: History) -> dict[str, Any]:
     """
-    Returns held-out problems with the answers before, during and after training, for the template.
+    Returns the template's data on held-out problems and their answers in up to three evaluations.
 
-    The result also contains the number of answers with each kind of change.
+    The evaluations are the first, the middle and the last. The data includes how many answers
+    changed in each way.
     """
-    run = run.comparable
+    run = run.with_comparable_evals
     by_step = run.answers_by_step
     if not by_step:
         return {"rows": [], "first": [], "columns": [], "counts": {}, "left_out": 0}
@@ -81,7 +84,7 @@ def held_out_answers_for_page(run: History) -> dict[str, Any]:
 
     names = {steps[-1]: f"after step {steps[-1]}, the last evaluation"}
     names[0] = f"before training{model_card.describe_initial_adapter(run.settings)}"
-    drawn = draw_problems(problems, run.settings)
+    drawn = sample_problems_to_show(problems, run.settings)
     return {
         "rows": rows_shown,
         "first": [row_of[problem] for problem in drawn],
@@ -123,7 +126,9 @@ def make_answer_row(
     for record in problem_records:
         value = record["values"][0]
         messages = record.get("messages", [None])[0]
-        text = escape_and_cut_middle(format_with_tool_calls(record["completions"][0], messages))
+        text = escape_invisible_and_cut_middle(
+            format_with_tool_calls(record["completions"][0], messages)
+        )
         pieces = split_and_mark_new_words(cells[0]["text"], text) if cells else [(text, False)]
         is_right = value >= 1.0 if is_verified and value is not None else None
         rewards = {name: values[0] for name, values in record["rewards"].items()}
@@ -139,8 +144,8 @@ def make_answer_row(
     values = [record["values"][0] for record in problem_records]
     return {
         "prompt": format_prompt_safely(problem_records[0]["prompt"]),
-        "answer": escape_and_cut_middle(problem_records[0].get("answer")),
-        "category": escape_and_cut_middle(problem_records[0].get("category")),
+        "answer": escape_invisible_and_cut_middle(problem_records[0].get("answer")),
+        "category": escape_invisible_and_cut_middle(problem_records[0].get("category")),
         "kind": classify_answer_change(values, is_verified),
         "cells": cells,
     }
@@ -148,7 +153,7 @@ def make_answer_row(
 
 def classify_answer_change(values: list[float | None], is_verified: bool) -> str:
     """
-    Returns how the answer to a problem changed between evaluations, for example "became right".
+    Returns how the answer to a problem changed over the evaluations, for example "became right".
 
     If there is only one evaluation, returns the grade alone, for example "right".
 
@@ -177,7 +182,7 @@ PLACE_IN_LINE = re.compile(rb'\{"step": (\d+), "group": (\d+),')
 
 
 def read_completion_lines(path: Path) -> Iterator[tuple[StepAndGroup, bytes]]:
-    """Yields each complete line of `rollouts.jsonl`, with the numbers of its step and group."""
+    """Yields each complete line of `rollouts.jsonl`, after the numbers of its step and group."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -217,8 +222,8 @@ def completion_group_for_page(
         "step": step,
         "group": group,
         "prompt": format_prompt_safely(records[0]["prompt"]),
-        "answer": escape_and_cut_middle(records[0].get("answer")),
-        "category": escape_and_cut_middle(records[0].get("category")),
+        "answer": escape_invisible_and_cut_middle(records[0].get("answer")),
+        "category": escape_invisible_and_cut_middle(records[0].get("category")),
         "rows": [completion_for_page(record) for record in records],
     }
 
@@ -235,7 +240,7 @@ def completion_for_page(record: dict[str, Any]) -> dict[str, Any]:
     rewards = {escape_invisible(name): value for name, value in record["rewards"].items()}
     figures = [record["reward"], *record["rewards"].values(), *scores]
     return {
-        "text": escape_and_cut_middle(
+        "text": escape_invisible_and_cut_middle(
             format_with_tool_calls(record["completion"], record.get("messages"))
         ),
         "advantage": record.get("advantage"),
@@ -296,7 +301,7 @@ def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
     curves = charts.make_charts(seed_groups)
     completions = completion_groups_for_page(run)
     status = history.run_status(run, ended)
-    verdict = judge_change(run)
+    verdict = reach_verdict(run)
     recipe = shlex.quote(str(run.dir / "config.yaml"))
     copy = shlex.quote(f"{run.dir}-again")
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
@@ -311,7 +316,7 @@ def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
     }
     # the page's script reads this object
     data = {
-        "charts": [values_for_pointer(chart) for chart in curves],
+        "charts": [curve_values_for_hover(chart) for chart in curves],
         "completions": completions,
         "plot": plot,
     }
@@ -319,7 +324,7 @@ def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
         name=" against ".join(group.name for group in seed_groups),
         run=run,
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        command=f"{command_with_extras(run.settings)} --config {recipe} --run-dir {copy}",
+        command=f"{command_prefix_with_extras(run.settings)} --config {recipe} --run-dir {copy}",
         status=(status, format_progress_and_time_left(run, status)),
         verdict=verdict,
         tone=verdict_css_class(verdict),
@@ -327,7 +332,7 @@ def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
         name_of_first=run.name if len(seed_groups) > 1 else "",
         other_runs=[other_run_for_page(group) for group in seed_groups[1:]],
         seeds=[
-            *seeds.describe_seed_groups(seed_groups),
+            *seeds.describe_spreads_and_differences(seed_groups),
             *paired.describe_paired_differences(seed_groups),
         ],
         shown=run.name if len(seed_groups[0].runs) > 1 else "",
@@ -336,7 +341,10 @@ def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
         main=charts.MAIN,
         thinned=math.ceil(len(run.steps) / charts.MOST_POINTS),
         completions=completions,
-        settings={name: escape_and_cut_middle(str(value)) for name, value in run.settings.items()},
+        settings={
+            name: escape_invisible_and_cut_middle(str(value))
+            for name, value in run.settings.items()
+        },
         plot=plot,
         data=data,
         css=(TEMPLATES / "report.css").read_text(encoding="utf-8"),
@@ -345,8 +353,8 @@ def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
     )
 
 
-def values_for_pointer(chart: dict[str, Any]) -> dict[str, Any]:
-    """Returns the labels and values of a chart's curves, which the script shows at the pointer."""
+def curve_values_for_hover(chart: dict[str, Any]) -> dict[str, Any]:
+    """Returns the labels and values of a chart's curves, which appear under the mouse pointer."""
     series = []
     for curve in chart["series"]:
         series.append({"label": curve["label"], "x": curve["x"], "y": curve["y"]})
@@ -365,7 +373,7 @@ def verdict_css_class(verdict: Verdict | None) -> str:
 def other_run_for_page(group: SeedGroup) -> dict[str, Any]:
     """Returns the verdict, the figures and the held-out answers of a group's first run."""
     run = group.runs[0]
-    verdict = judge_change(run)
+    verdict = reach_verdict(run)
     before, after = history.format_figure_before_after(run)
     return {
         "name": run.name,
@@ -377,7 +385,7 @@ def other_run_for_page(group: SeedGroup) -> dict[str, Any]:
     }
 
 
-def escape_unless_markup(value: Any) -> Any:
+def escape_invisible_unless_markup(value: Any) -> Any:
     """Escapes the invisible characters of a value, unless the value is markup of the template."""
     return value if hasattr(value, "__html__") else escape_invisible(str(value))
 
@@ -386,7 +394,7 @@ def escape_unless_markup(value: Any) -> Any:
 def load_page_template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        finalize=escape_unless_markup,
+        finalize=escape_invisible_unless_markup,
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -420,7 +428,7 @@ def write_page(
     else:
         path = Path(run_dir) / "report.html"
     with alive.show_activity("writing the page"):
-        run_files.replace_text(path, render_page(seed_groups, ended))
+        run_files.write_text_atomically(path, render_page(seed_groups, ended))
     return path
 
 

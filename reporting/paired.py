@@ -1,9 +1,9 @@
 """
 Compares the newest held-out answers of several runs problem by problem and seed by seed.
 
-The runs answer the same problems, so the interval of such a difference is much narrower than that
-of two means. This file does not cover the spread over seeds (seeds.py) or the change within one run
-(verdict.py).
+The runs answer the same problems, so a difference by problem has a much narrower interval than the
+difference between two means. This file does not cover the spread over seeds (seeds.py) or the
+change within one run (verdict.py).
 """
 
 import statistics
@@ -18,7 +18,7 @@ from text.printable import escape_invisible
 
 ValueOfAnswers = Callable[[Answers], difference.ValueByProblem]
 
-# the settings that decide what the figure of each name measures
+# the name of a held-out figure -> the settings that decide what it measures
 MEASURES = {
     "accuracy": ("task", "task_config", "verifier"),
     "score": (
@@ -43,19 +43,20 @@ def describe_paired_difference(first: SeedGroup, other: SeedGroup) -> str:
     Returns a line with the differences of the sampled and the greedy answers, paired by problem.
 
     Runs of the same seed are compared, and the differences of a problem are averaged over the
-    seeds. A single run is compared with a single run of any seed. Returns "" if the runs have no
+    seeds. Two single runs are compared even if their seeds differ. Returns "" if the runs have no
     held-out answers, as in supervised fine-tuning.
     """
     figure = first.figure_name
     if figure not in MEASURES or not any(map(newest_answers, first.runs)):
         return ""
     title = f"{escape_invisible(other.name)} - {escape_invisible(first.name)}, by problem"
-    differing = differing_measures(first.runs[0], other.runs[0], figure)
+    differing = differing_measure_settings(first.runs[0], other.runs[0], figure)
     if figure != other.figure_name:
-        differing = [f"one has the {figure} and the other the {other.figure_name}"]
+        differing = [f"one measures the {figure} and the other the {other.figure_name}"]
     if differing:
         return (
-            f"{title}: not compared, because the runs measure differently ({', '.join(differing)})"
+            f"{title}: not compared, because the runs measure different things "
+            f"({', '.join(differing)})"
         )
 
     pairs = pair_runs(first, other)
@@ -68,12 +69,14 @@ def describe_paired_difference(first: SeedGroup, other: SeedGroup) -> str:
         change = mean_paired_difference(pairs, value_by_problem)
         if change:
             outcome = change.outcome.partition(" problems")[0]
-            parts.append(f"{name} {change.interval_text} on {change.num} problems, {outcome}")
+            parts.append(
+                f"{name} {change.mean_plus_minus_text} on {change.num} problems, {outcome}"
+            )
     if not parts:
         return f"{title}: not compared, because the runs share fewer than two problems"
     line = f"{title}: {'; '.join(parts)}"
     if len(pairs) > 1:
-        line += f"; means of {len(pairs)} seeds, so the intervals hold for these seeds"
+        line += f"; means of {len(pairs)} seeds, so the intervals hold only for these seeds"
     return line
 
 
@@ -91,7 +94,7 @@ def pair_runs(first: SeedGroup, other: SeedGroup) -> list[tuple[History, History
 
 def newest_answers(run: History) -> Answers:
     """Returns the held-out answers of the newest evaluation that can be compared."""
-    by_step = run.comparable.answers_by_step
+    by_step = run.with_comparable_evals.answers_by_step
     return by_step[max(by_step)] if by_step else {}
 
 
@@ -99,8 +102,8 @@ def mean_paired_difference(
     pairs: list[tuple[History, History]], value_by_problem: ValueOfAnswers
 ) -> difference.MeanChange | None:
     """Returns the mean difference over the problems that all runs share, averaged over pairs."""
-    before_values = [keyed_by_prompt(run, value_by_problem) for run, _ in pairs]
-    after_values = [keyed_by_prompt(run, value_by_problem) for _, run in pairs]
+    before_values = [value_by_number_and_prompt(run, value_by_problem) for run, _ in pairs]
+    after_values = [value_by_number_and_prompt(run, value_by_problem) for _, run in pairs]
     all_values = before_values + after_values
     if not all_values:
         return None
@@ -110,15 +113,21 @@ def mean_paired_difference(
     return difference.paired_difference(before, after, samples_per_value=len(pairs))
 
 
-def keyed_by_prompt(run: History, value_by_problem: ValueOfAnswers) -> Mapping[str, float]:
-    """Returns the values by number and prompt of their problem, as two runs may have other data."""
+def value_by_number_and_prompt(
+    run: History, value_by_problem: ValueOfAnswers
+) -> Mapping[str, float]:
+    """
+    Returns the value of each problem, under a key with the problem's number and prompt.
+
+    The prompt is part of the key because two runs may have different data.
+    """
     answers = newest_answers(run)
     values = value_by_problem(answers)
     return {f"{problem} {answers[problem]['prompt']}": value for problem, value in values.items()}
 
 
-def differing_measures(first: History, other: History, figure: str) -> list[str]:
-    """Returns the settings, and the files that they name, that let two runs measure differently."""
+def differing_measure_settings(first: History, other: History, figure: str) -> list[str]:
+    """Returns the flags and the files that make two runs measure different things."""
     names = MEASURES[figure]
     differing = []
     for name in names:
@@ -126,24 +135,25 @@ def differing_measures(first: History, other: History, figure: str) -> list[str]
             continue
         differing.append(f"--{name.replace('_', '-')}")
     named: list[Any] = [first.settings.get(name) for name in names]
-    for file, digests in differing_contents([first, other]).items():
+    for file, digests in digests_of_differing_files([first, other]).items():
         if file in str(named) and "-" not in digests:
             differing.append(file)
     return differing
 
 
-def differing_contents(runs: list[History]) -> dict[str, list[str]]:
+def digests_of_differing_files(runs: list[History]) -> dict[str, list[str]]:
     """
     Returns the files and functions whose content is not the same in all runs.
 
-    Each name has the beginning of a digest for each run, or "-" for a run that has no such file.
+    Each name has a list with the beginning of a digest for each run, or "-" for a run without such
+    a file.
     """
     names: dict[str, None] = {}  # used as a set that keeps its order
     for run in runs:
-        names |= dict.fromkeys(run.digests)
+        names |= dict.fromkeys(run.digest_by_file_name)
     contents = {}
     for name in names:
-        digests = [run.digests.get(name, "-") for run in runs]
+        digests = [run.digest_by_file_name.get(name, "-") for run in runs]
         if len(set(digests)) > 1:
             contents[escape_invisible(name)] = digests
     return contents

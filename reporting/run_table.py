@@ -19,11 +19,11 @@ from text.printable import escape_invisible
 
 def format_csv(runs: list[History]) -> str:
     """Returns a CSV table with a row for each run; a figure that was not measured is empty."""
-    rows = [row_of_run(run) for run in runs]
-    for name in names_of_differing_settings(runs):
+    rows = [csv_row_of_run(run) for run in runs]
+    for name in differing_settings_except_seed(runs):
         for row, run in zip(rows, runs, strict=True):
-            row[name] = plain_value(run.settings.get(name))
-    for name, digests in paired.differing_contents(runs).items():
+            row[name] = to_csv_value(run.settings.get(name))
+    for name, digests in paired.digests_of_differing_files(runs).items():
         for row, digest in zip(rows, digests, strict=True):
             row[f"content of {name}"] = digest
 
@@ -37,14 +37,14 @@ def format_csv(runs: list[History]) -> str:
     return text.getvalue()
 
 
-def row_of_run(run: History) -> dict[str, Any]:
-    """Returns the figures, costs and warnings of a run by the names of their columns."""
+def csv_row_of_run(run: History) -> dict[str, Any]:
+    """Returns a run's figures, costs and warnings, each under the name of its column."""
     row: dict[str, Any] = {
         "run": escape_invisible(str(run.dir)),
         "seed": run.settings.get("seed"),
         "steps": run.steps[-1]["step"] if run.steps else 0,
     }
-    run_part = run.comparable
+    run_part = run.with_comparable_evals
     evaluations = run_part.evals_with_figure
     for name in (run_part.figure_name, "greedy"):
         for place, index in (("before", 0), ("after", -1)):
@@ -65,9 +65,10 @@ def row_of_run(run: History) -> dict[str, Any]:
 
 def cumulative_costs(steps: health.Records) -> dict[str, float | int]:
     """
-    Returns the seconds of all steps, `time/s`, and the tokens of all completions, `tokens/total`.
+    Returns the seconds of all steps as `time/s`, and the tokens of all completions as
+    `tokens/total`.
 
-    The last record already contains both, unless an older version of this program wrote it.
+    The record of the last step already contains both sums, unless an older version wrote it.
     """
     if steps and "tokens/total" in steps[-1]:
         return {name: steps[-1][name] for name in ("time/s", "tokens/total")}
@@ -79,8 +80,8 @@ def cumulative_costs(steps: health.Records) -> dict[str, float | int]:
     return {"time/s": seconds, "tokens/total": round(num_tokens)}
 
 
-def names_of_differing_settings(runs: Iterable[History]) -> list[str]:
-    """Returns the names of the settings that differ between the runs, without the seed."""
+def differing_settings_except_seed(runs: Iterable[History]) -> list[str]:
+    """Returns the names of the settings that differ between the runs, except the seed."""
     runs = list(runs)
     names: dict[str, None] = {}  # used as a set that keeps its order
     for run in runs:
@@ -89,8 +90,8 @@ def names_of_differing_settings(runs: Iterable[History]) -> list[str]:
     return [name for name in names if len({str(run.settings.get(name, "-")) for run in runs}) > 1]
 
 
-def plain_value(value: Any) -> Any:
-    """Returns a number or text as it is, and any other value as JSON."""
+def to_csv_value(value: Any) -> Any:
+    """Returns a number as it is, a string with escapes, and any other value as JSON."""
     if isinstance(value, str):
         return escape_invisible(value)
     if value is None or isinstance(value, (int, float)):

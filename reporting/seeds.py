@@ -19,7 +19,7 @@ from text.printable import escape_invisible
 
 # settings in which the runs of a group may differ: the seed, and settings that affect no result
 NOT_THE_SETTING = {"seed", "save_every", "report_to", *MemoryDependentSizes._fields}
-MOST_DIFFERENCES = 10  # the most differences between two runs of the same seed that a line lists
+MOST_DIFFERENCES = 10  # a line lists the differences between at most this many pairs of runs
 
 
 class SeedGroup(NamedTuple):
@@ -38,7 +38,7 @@ def run_dirs_of_seeds(folder: str | Path) -> list[str]:
     """
     Returns the directories of the runs in a directory with one run per seed, ordered by seed.
 
-    For any other directory, returns a list of that directory alone.
+    For any other directory, returns a list that contains only this directory.
     """
     seeds = [path.parent for path in Path(folder).glob("seed-*/config.yaml")]
     if (Path(folder) / "config.yaml").is_file() or not seeds:
@@ -51,7 +51,7 @@ def load_seed_groups(run_dirs: Iterable[str | Path]) -> list[SeedGroup]:
     """
     Loads runs and puts runs that differ only in their seed into one group.
 
-    Runs whose files have different contents, such as a changed reward, are in different groups.
+    Runs whose files differ in content, such as a changed reward, are in different groups.
 
     run_dirs: directories of runs, or directories that contain one run per seed. The groups are in
     the order of `run_dirs`.
@@ -86,17 +86,17 @@ def seed_group_name(runs: list[History]) -> str:
 
 
 def newest_evaluation_by_seed(group: SeedGroup, figure: str) -> dict[int, dict[str, Any]]:
-    """Returns the newest evaluation of each run that measured the figure, by the run's seed."""
+    """Returns each run's newest evaluation that has the figure, by the run's seed."""
     key = f"eval/{figure}"
     newest = {}
     for run in group.runs:
-        for evaluation in run.comparable.evals:
+        for evaluation in run.with_comparable_evals.evals:
             if evaluation.get(key) is not None:
                 newest[run.settings["seed"]] = evaluation
     return newest
 
 
-def describe_seed_groups(groups: list[SeedGroup]) -> list[str]:
+def describe_spreads_and_differences(groups: list[SeedGroup]) -> list[str]:
     """
     Returns a line about each group with several seeds, then a line about each difference.
 

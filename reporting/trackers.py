@@ -2,8 +2,8 @@
 Sends a run's metrics and settings to the experiment trackers W&B and SwanLab.
 
 If a tracker raises an error, the error is reported once, no more metrics are sent to this tracker,
-and the run goes on. The file trackers.json in the run directory keeps the id of the run at each
-tracker, so that a resumed run continues the same run there.
+and the run goes on. The file trackers.json in the run directory has the run's id at each tracker,
+so that a resumed run continues under the same id.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def find_wandb_key_problem() -> str:
-    """What is wrong with the API key that W&B finds; "" if nothing is, or if W&B is offline."""
+    """The problem with W&B's API key; "" if there is none, or if W&B is offline."""
     wandb = importlib.import_module("wandb")
     if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
         return ""
@@ -59,7 +59,7 @@ def find_wandb_key_problem() -> str:
 
 
 def find_swanlab_key_problem() -> str:
-    """What is wrong with SwanLab's API key; "" if nothing is, or if SwanLab is offline."""
+    """The problem with SwanLab's API key; "" if there is none, or if SwanLab is offline."""
     settings = importlib.import_module("swanlab").Settings()
     is_online = getattr(settings, "mode", "") == "online"
     if is_online and getattr(settings, "api_key", None) is None:
@@ -69,9 +69,10 @@ def find_swanlab_key_problem() -> str:
 
 def read_or_make_tracker_run_id(name: str, run_dir: Path) -> str:
     """
-    The id of a run at a tracker, which is kept in the run directory.
+    The id of a run at a tracker, as stored in the run directory.
 
-    The environment variable WANDB_RUN_ID or SWANLAB_RUN_ID has precedence.
+    A new id is made and stored if there is none. The environment variable WANDB_RUN_ID or
+    SWANLAB_RUN_ID has precedence over the stored id.
     """
     ids_file = run_dir / IDS_FILE
     ids = {}
@@ -86,7 +87,7 @@ def read_or_make_tracker_run_id(name: str, run_dir: Path) -> str:
 
 
 def start_or_continue_tracker_run(name: str, run_dir: Path) -> Any:
-    """Starts the run at a tracker, or continues it if the tracker has it already."""
+    """Starts a run at a tracker, or continues the tracker's run with the same id."""
     settings = documents.load_yaml(run_dir / "config.yaml", "config.yaml")
     project = os.environ.get("WANDB_PROJECT", "gwen")
     arguments = {
@@ -114,14 +115,13 @@ class Tracker:
     def __init__(self, name: str, run_dir: Path, report: Callable[[str], None]):
         self.name = name
         self.report = report
-        os.environ.setdefault(
-            "WANDB_CONSOLE", "off"
-        )  # otherwise W&B would record the live line too
+        # otherwise W&B would also record the live line
+        os.environ.setdefault("WANDB_CONSOLE", "off")
         with self._disable_tracker_after_error():
             self.tracker_run = start_or_continue_tracker_run(name, run_dir)
 
     def send_metrics(self, record: dict[str, Any]) -> None:
-        """Sends the numbers in a record of metrics, without values that are not numbers."""
+        """Sends the numbers in a record of metrics, and skips all other values."""
         if self.tracker_run is None:
             return
         figures = {

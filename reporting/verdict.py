@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 from disk import run_changes
 from disk.model_card import describe_initial_adapter
-from flags import escape_invisible, make_printable
+from flags import escape_and_redact_for_printing, escape_invisible
 from prompts.examples import last_user_text
 from prompts.held_out import warnings_of_few_held_out
 from reporting import advice, health
 from reporting.answer_changes import (
     CHEATED,
     describe_copying_and_length_changes,
-    describe_grade_and_right_answer,
+    describe_grade_reward_and_answer,
     describe_right_answers_never_given,
-    describe_unconfirmed_score_rise,
+    describe_score_rise_without_witness,
     describe_words_used_more,
     greedy_text_or_empty,
     last_reply_or_completion,
@@ -51,7 +51,7 @@ from text.commands import command_prefix
 NUM_READ = 10  # the number of problems that a verdict shows
 
 
-class DrawnAnswer(NamedTuple):
+class RandomlyDrawnAnswer(NamedTuple):
     """The newest answer to a randomly drawn held-out problem, for the user to read."""
 
     prompt: str
@@ -66,26 +66,32 @@ class Verdict(NamedTuple):
     text: str  # the measured figures
     signs: list[str]  # how the run's answers changed, the most telling sign first
     advice: str
-    drawn: list[DrawnAnswer]  # the answers to ten randomly drawn problems
+    drawn: list[RandomlyDrawnAnswer]  # the answers to ten randomly drawn problems
     is_doubtful: bool  # whether the model may have gamed the reward
     warning: health.RunWarning | None  # None if there is nothing to warn about
 
 
-def draw_problems(problems: list[int], settings: dict[str, Any]) -> list[int]:
-    """Draws at most ten problems to read; the run's seed decides, so that nobody picks them."""
+def sample_problems_to_show(problems: list[int], settings: dict[str, Any]) -> list[int]:
+    """
+    Draws at most ten problems at random, for the user to read.
+
+    The run's seed determines the draw, so nobody can select favourable problems.
+    """
     draws = random.Random(settings.get("seed"))
     return sorted(draws.sample(problems, min(NUM_READ, len(problems))))
 
 
-def judge_change(run: History) -> Verdict | None:
+def reach_verdict(run: History) -> Verdict | None:
     """
     Returns the verdict on the change from the first evaluation to the last.
 
     If a resume changed what evaluations measure, only the evaluations since then are compared.
     Returns None if there are fewer than two evaluations to compare.
     """
-    measure_changes = run_changes.describe_changes(run_changes.changes_of_measure(run.changes))
-    run = run.comparable
+    measure_changes = run_changes.describe_changes(
+        run_changes.changes_that_affect_evaluations(run.changes)
+    )
+    run = run.with_comparable_evals
     if len(run.evals) < 2:
         return None
     settings = run.settings
@@ -156,7 +162,7 @@ def judge_change(run: History) -> Verdict | None:
         text=text,
         signs=signs.alarms + signs.changes,
         advice=next_step,
-        drawn=draw_last_answers(run, shared),
+        drawn=pick_random_last_answers(run, shared),
         is_doubtful=signs.is_doubtful,
         warning=warning,
     )
@@ -180,7 +186,9 @@ def find_answer_changes(
     component_changes: dict[str, MeanChange],
 ) -> AnswerChanges:
     """
-    Compares the answers of the first and last evaluations to the problems that both have.
+    Describes how the answers changed between the first and the last evaluation.
+
+    answers_before, answers_after: the answers to the problems that both evaluations have.
 
     A change in length, copying or repetition is an alarm if a judge gives the score, because such a
     change can deceive a judge but not a verifier.
@@ -188,7 +196,7 @@ def find_answer_changes(
     form_signs = describe_copying_and_length_changes(answers_before, answers_after)
     word_signs = describe_risen_words(run.settings, answers_before, answers_after)
     if run.figure_name == "score":
-        alarms = describe_unconfirmed_score_rise(run.evals[0], run.evals[-1])
+        alarms = describe_score_rise_without_witness(run.evals[0], run.evals[-1])
         if not exact_metric_improved(run.settings, component_changes):
             alarms += form_signs
             return AnswerChanges(alarms, word_signs, bool(alarms) or bool(word_signs))
@@ -204,16 +212,18 @@ def find_answer_changes(
     return AnswerChanges([], form_signs + word_signs, False)
 
 
-def draw_last_answers(run: History, problems: list[int]) -> list[DrawnAnswer]:
+def pick_random_last_answers(run: History, problems: list[int]) -> list[RandomlyDrawnAnswer]:
     """Draws at most ten problems at random, and returns the newest answer to each of them."""
     last = run.evals[-1]
     answers = run.answers_by_step.get(last["step"], {})
     drawn = []
-    for problem in draw_problems(problems, run.settings):
+    for problem in sample_problems_to_show(problems, run.settings):
         answer = answers[problem]
-        facts = describe_grade_and_right_answer(answer, last, run.figure_name == "accuracy")
+        facts = describe_grade_reward_and_answer(answer, last, run.figure_name == "accuracy")
         drawn.append(
-            DrawnAnswer(last_user_text(answer["prompt"]), last_reply_or_completion(answer), facts)
+            RandomlyDrawnAnswer(
+                last_user_text(answer["prompt"]), last_reply_or_completion(answer), facts
+            )
         )
     return drawn
 
@@ -222,7 +232,7 @@ def draw_last_answers(run: History, problems: list[int]) -> list[DrawnAnswer]:
 
 
 def change_by_component(first_answers: Answers, last_answers: Answers) -> dict[str, MeanChange]:
-    """Returns the mean change of each reward component that both evaluations have."""
+    """Returns the mean change of each reward component that is in both evaluations."""
     changes = {}
     names = dict.fromkeys(name for record in last_answers.values() for name in record["rewards"])
     for name in names:
@@ -236,7 +246,7 @@ def change_by_component(first_answers: Answers, last_answers: Answers) -> dict[s
 
 
 def only_reward_changed(figure_change: MeanChange, reward_change: MeanChange | None) -> bool:
-    """Whether the total reward changed significantly but the held-out figure did not."""
+    """Whether the total reward changed significantly, but the held-out figure did not."""
     if reward_change is None or figure_change.outcome not in (SAME, FEW):
         return False
     return reward_change.outcome in (BETTER, WORSE)
@@ -248,7 +258,7 @@ def outcome_of_reward_alone(
     component_changes: dict[str, MeanChange],
     is_verified: bool,
 ) -> str:
-    """Returns BETTER or WORSE if only the rewards changed and the figure did not, otherwise ""."""
+    """Returns BETTER or WORSE if the rewards changed but the figure did not, otherwise ""."""
     if change is None:
         return ""
     if total_change is not None and only_reward_changed(change, total_change):
@@ -266,7 +276,11 @@ def outcome_of_reward_alone(
 def exact_metric_improved(
     settings: dict[str, Any], component_changes: dict[str, MeanChange]
 ) -> bool:
-    """Whether the built-in reward `exact` rose, rather than a user's own reward of that name."""
+    """
+    Whether the built-in reward `exact` rose significantly.
+
+    Returns False if the user supplied a reward with the name `exact`.
+    """
     user_rewards = set()
     for spec in settings.get("reward") or ():
         user_rewards.update(spec.rpartition(":")[2].split(","))
@@ -309,7 +323,7 @@ def gamed_reward_warning(
 def describe_figures(
     run: History, change: MeanChange | None, first_answers: Answers, last_answers: Answers
 ) -> str:
-    """Describes the held-out figure, and that of greedy answers, before and after training."""
+    """Describes the held-out figure of sampled and greedy answers before and after training."""
     first = run.evals[0]
     last = run.evals[-1]
     kind = "conversations" if run.figure_name == "loss" else "problems"
@@ -344,7 +358,11 @@ def describe_figures(
 def describe_component_changes(
     change: MeanChange | None, component_changes: dict[str, MeanChange]
 ) -> str:
-    """Describes the changes of the reward components, or returns "" if they equal the figure's."""
+    """
+    Describes the mean changes of the reward components.
+
+    Returns "" if every change equals that of the held-out figure, or if there are no components.
+    """
     means = {name: component.mean for name, component in component_changes.items()}
     if change is not None and all(mean == change.mean for mean in means.values()):
         return ""
@@ -354,10 +372,10 @@ def describe_component_changes(
     return f"; rewards: {', '.join(listed)}"
 
 
-def verdict_lines(verdict: Verdict | None, settings: dict[str, Any], run: Path) -> list[str]:
-    """Returns the lines with which a terminal shows the verdict on a run."""
+def verdict_lines(verdict: Verdict | None, settings: dict[str, Any], run_dir: Path) -> list[str]:
+    """Returns the lines about the verdict that a terminal shows."""
     if verdict is None:
-        measure = advice.command_to_evaluate_before_and_after(settings, shlex.quote(str(run)))
+        measure = advice.command_to_evaluate_before_and_after(settings, shlex.quote(str(run_dir)))
         return [
             "verdict: none, because a verdict needs two held-out evaluations (--eval-every)",
             *lines_of_next_step(f"Evaluate the model before and after training: {measure}"),
@@ -372,11 +390,11 @@ def verdict_lines(verdict: Verdict | None, settings: dict[str, Any], run: Path) 
             line += f" ({answer.facts})"
         lines.append(line)
     lines += lines_of_next_step(verdict.advice)
-    return [make_printable(line) for line in lines]
+    return [escape_and_redact_for_printing(line) for line in lines]
 
 
 def lines_of_next_step(advice_text: str) -> list[str]:
-    """Returns the lines with which a terminal shows advice, with each command on its own line."""
+    """Returns the lines with advice that a terminal shows, with each command on its own line."""
     launcher = command_prefix().split()[0]  # "uv" or "gwen"
     text_and_command = re.compile(rf"(.*?: )({re.escape(launcher)} .*)")
     lines: list[str] = []

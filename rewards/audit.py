@@ -1,7 +1,7 @@
 """
-Audits a reward function to find out, without a model, which completions it pays for.
+Audits a reward function: finds out, without a model, which completions the function rewards.
 
-The audit calls every reward twice, with completions that it makes up.
+The audit makes up completions, and calls each reward function twice.
 
 1. In the first call, the completions state each row's own `answer`, or the answer of another row,
    in several forms (`FORMS`). The returned values give a threshold for each row, which is the
@@ -12,8 +12,8 @@ The audit calls every reward twice, with completions that it makes up.
    completions are attempts to cheat (`cheats_by_name`), and the others are honest answers
    (`honest_answers_by_name`).
 
-Before the audit, `try_own_answers` calls the reward with the answers of as many rows as a few
-seconds allow, since a single row on which a reward fails would end a run.
+Before the audit, `try_own_answers_until_timeout` calls the reward with the right answers of as many
+rows as fit in two seconds, because a single row on which a reward fails would end a run.
 
 This file does not cover judges, which cost time or money, or answers that cannot be made up from a
 row, such as programs.
@@ -33,26 +33,26 @@ from prompts.examples import (
     pick_evenly_spaced,
     shorten_value,
 )
-from rewards.form import looks_like_answer
+from rewards.form import is_long_enough_and_not_degenerate
 from rewards.functions import file_and_line_suffix
-from rewards.math_answers import is_number_or_formula
+from rewards.math_answers import right_answer_is_number_or_formula
 from rewards.rewards import (
     Reward,
     UserReward,
-    call_and_check_reward,
+    call_reward_on_this_rank,
     columns_without_prompts,
     needs_environment,
 )
 
 ROWS = 3  # the number of rows for which completions are made up
-AT_ONCE = 64  # the number of rows in each call by `try_own_answers`
-PATIENCE = 2.0  # `try_own_answers` begins no further call after this many seconds
+AT_ONCE = 64  # `try_own_answers_until_timeout` calls a reward on this many rows at once
+PATIENCE = 2.0  # `try_own_answers_until_timeout` begins no further call after this many seconds
 FORMS = ("The answer is %s.", "\\boxed{%s}", "#### %s", "<answer>%s</answer>", "%s")
 SENTENCE = FORMS[0]
 ALONE = FORMS[-1]
 MEND = (
     "A surprise: correct the reward, or leave out a gate that pays nothing for right answers. "
-    "Ignore the surprise if your task intends it: for example, swapped words are no mistake where "
+    "Ignore the surprise if your task intends it: for example, swapped words are no mistake if "
     "the order of words has no meaning."
 )
 THINKING = "Let me think about this step by step. "
@@ -76,8 +76,8 @@ class MadeUpCompletion(NamedTuple):
     threshold: float  # the completion counts as paid if its reward is above this
 
 
-class TableLine(NamedTuple):
-    """A line of the audit's table, with the values that all completions of one name earned."""
+class AuditTableLine(NamedTuple):
+    """A line of the audit's table, about all made-up completions with the same name."""
 
     name: str
     is_honest: bool
@@ -98,38 +98,38 @@ class TableLine(NamedTuple):
 
 
 class AuditResult(NamedTuple):
-    """The name of a reward, and what its audit found."""
+    """The result of auditing a reward."""
 
     name: str  # the reward's name, and the file and line where the reward is defined
     num_texts: int
     num_rows: int
     form: str  # the form that the reward pays for; "" if right answers earn no more than wrong ones
-    lines: list[TableLine]
+    lines: list[AuditTableLine]
 
     @property
     def has_answers(self) -> bool:
         return any(line.is_honest for line in self.lines)
 
     @property
-    def values(self) -> list[float]:
+    def all_rewards(self) -> list[float]:
         return [value for line in self.lines for value in line.values]
 
     @property
-    def only_value(self) -> float | None:
+    def value_if_constant(self) -> float | None:
         """
-        The one value that all completions earned.
+        The reward of every completion, if all rewards are equal.
 
-        None if the values differ, or if none of the completions is a right answer.
+        None if the rewards differ, or if none of the completions is a right answer.
         """
-        distinct = set(self.values)
+        distinct = set(self.all_rewards)
         return distinct.pop() if self.has_answers and len(distinct) == 1 else None
 
     @property
     def gives_only_none(self) -> bool:
-        return all(map(math.isnan, self.values))
+        return all(map(math.isnan, self.all_rewards))
 
     @property
-    def surprises(self) -> list[TableLine]:
+    def surprises(self) -> list[AuditTableLine]:
         """The lines of paid cheats, then the lines of unpaid right answers."""
         if not self.form:
             return []
@@ -151,7 +151,7 @@ def audit_reward(
     answered_rows = [row for row in rows if row.right]
     earnings = _earnings_by_form(name, reward, answered_rows)
     if answered_rows:
-        thresholds = _payment_thresholds(earnings)
+        thresholds = _paid_threshold_of_each_row(earnings)
     else:
         thresholds = [math.inf] * len(rows)
     form = _form_with_most_paid(earnings, thresholds)
@@ -166,7 +166,7 @@ def audit_reward(
             probes.append(MadeUpCompletion(row, manner, text, True, threshold))
     values = call_reward_on_texts(name, reward, [(probe.row, probe.text) for probe in probes])
     if gate == "form":
-        values = list(map(_limit_value_without_form, probes, values))
+        values = list(map(_cap_at_zero_if_gate_rejects, probes, values))
 
     if isinstance(reward, UserReward):  # users cannot correct a built-in reward
         name += file_and_line_suffix(reward)
@@ -202,7 +202,7 @@ def _earnings_by_form(
     return earnings
 
 
-def _payment_thresholds(earnings: Earnings) -> list[float]:
+def _paid_threshold_of_each_row(earnings: Earnings) -> list[float]:
     """
     For each row, the reward above which a completion counts as paid.
 
@@ -212,7 +212,7 @@ def _payment_thresholds(earnings: Earnings) -> list[float]:
     """
     thresholds = []
     for row_earnings in zip(*earnings.values(), strict=True):
-        # Among right answers with equal rewards, the one whose wrong answer earns least counts.
+        # Of several best-paid right answers, the one whose wrong answer earns least counts.
         pairs = [(right, -wrong) for right, wrong in row_earnings if right > wrong]
         if pairs:
             right, negative_wrong = max(pairs)
@@ -235,22 +235,22 @@ def _form_with_most_paid(earnings: Earnings, thresholds: Sequence[float]) -> str
     return max(FORMS, key=num_paid_and_sum)
 
 
-def _limit_value_without_form(probe: MadeUpCompletion, value: float) -> float:
-    """The reward of a completion, limited to 0 if --reward-gate form rejects the completion."""
-    if looks_like_answer(probe.text, last_user_text(probe.row.example["prompt"])):
+def _cap_at_zero_if_gate_rejects(probe: MadeUpCompletion, value: float) -> float:
+    """The reward of a completion; at most 0 if --reward-gate form rejects the completion."""
+    if is_long_enough_and_not_degenerate(probe.text, last_user_text(probe.row.example["prompt"])):
         return value
     return min(value, 0.0)
 
 
 def _make_table_lines(
     probes: Sequence[MadeUpCompletion], values: Sequence[float]
-) -> list[TableLine]:
-    """The table lines, one for each name of a completion, in the order of the completions."""
-    lines: dict[str, TableLine] = {}
+) -> list[AuditTableLine]:
+    """The lines of the table, one for each name among the completions, in the same order."""
+    lines: dict[str, AuditTableLine] = {}
     for probe, value in zip(probes, values, strict=True):
         line = lines.get(probe.name)
         if line is None:
-            line = TableLine(probe.name, probe.is_honest, probe.text, [], 0)
+            line = AuditTableLine(probe.name, probe.is_honest, probe.text, [], 0)
         is_paid = value > probe.threshold
         is_first_surprise = is_paid != probe.is_honest and not line.is_surprise
         lines[probe.name] = line._replace(
@@ -284,8 +284,8 @@ def call_reward_on_texts(
     """
     The values that a reward returns for given texts, each taken as the completion of its row.
 
-    A token is taken to be four characters long. Raises ValueError in the same cases as
-    `call_reward`; the message names the row on which the reward failed.
+    The number of tokens is estimated as one per four characters. Raises ValueError in the same
+    cases as `call_and_check_reward`; the message names the row on which the reward failed.
     """
     if not rows_and_texts:
         return []
@@ -300,7 +300,7 @@ def call_reward_on_texts(
         "completion_ids": [list(range(length)) for length in lengths],
     }
     try:
-        return call_and_check_reward(name, reward, arguments, len(texts))
+        return call_reward_on_this_rank(name, reward, arguments, len(texts))
     except ValueError as error:
         if len(rows_and_texts) > 1:
             for row_and_text in rows_and_texts:  # finds the row on which the reward fails
@@ -312,11 +312,11 @@ def call_reward_on_texts(
         ) from error
 
 
-def try_own_answers(name: str, reward: Reward, examples: Sequence[Example]) -> int:
+def try_own_answers_until_timeout(name: str, reward: Reward, examples: Sequence[Example]) -> int:
     """
-    Calls a reward with each example's own answer as the completion, for about `PATIENCE` seconds.
+    Calls a reward with each example's right answer as the completion, for about `PATIENCE` seconds.
 
-    Returns the number of examples that were tried.
+    Returns the number of examples that were tried. Raises ValueError if the reward fails on one.
     """
     begin = time.monotonic()
     num_rows = 0
@@ -338,7 +338,7 @@ def near_misses_by_fault(answer: str) -> dict[str, str]:
         "one digit wrong": re.sub(last_digit, _next_digit, answer),
         "digits swapped": re.sub(r"([0-9])(?!\1)([0-9])", r"\2\1", answer, count=1),
     }
-    if not is_number_or_formula(answer):
+    if not right_answer_is_number_or_formula(answer):
         misses["words swapped"] = re.sub(r"\b(\w+)\b(.*\W)(\w+)", r"\3\2\1", answer, count=1)
     changed = {fault: text for fault, text in misses.items() if text != answer}
     return changed or {"a letter more": f"{answer}x"}
@@ -418,27 +418,30 @@ def audit_user_rewards(task: Any, gate: str = "off") -> Iterator[str]:
     """
     examples = task.train or task.held_out
     has_judge = task.rubric is not None
-    rewards = task.counted_rewards
+    rewards = task.rewards_with_nonzero_weight
     user_rewards = {
         name: reward
         for name, reward in rewards.items()
         if isinstance(reward, UserReward) and not needs_environment(reward)
     }
-    nums_tried = [try_own_answers(name, reward, examples) for name, reward in user_rewards.items()]
+    nums_tried = [
+        try_own_answers_until_timeout(name, reward, examples)
+        for name, reward in user_rewards.items()
+    ]
     audits = [audit_reward(name, reward, examples, gate) for name, reward in user_rewards.items()]
 
     are_all_rewards = bool(audits) and len(audits) == len(rewards) and not has_judge
     if are_all_rewards and all(result.gives_only_none for result in audits):
         names = ", ".join(result.name for result in audits)
         raise ValueError(
-            f"reward {names} returned None for all of {audits[0].num_texts} made-up completions; "
+            f"reward {names} returned None for all {audits[0].num_texts} made-up completions; "
             "return a number for some of them"
         )
 
-    others_may_tell = has_judge or any(result.form for result in audits)
+    others_may_distinguish = has_judge or any(result.form for result in audits)
     for result, num_tried in zip(audits, nums_tried, strict=True):
         column = "answers" if result.has_answers else "prompts"
-        surprise = summarize_audit(result, others_may_tell=others_may_tell)
+        surprise = summarize_audit(result, others_may_distinguish=others_may_distinguish)
         yield (
             f"audit of the reward {result.name} on {result.num_texts} made-up completions "
             f"and the {column} of {num_tried} rows: {surprise}"
@@ -451,11 +454,11 @@ def audit_user_rewards(task: Any, gate: str = "off") -> Iterator[str]:
             yield f"audit of the verifier: {summarize_audit(result)}"
 
 
-def summarize_audit(audit: AuditResult, *, others_may_tell: bool = False) -> str:
+def summarize_audit(audit: AuditResult, *, others_may_distinguish: bool = False) -> str:
     """
     A summary of an audit, with its first surprise and the form of answer that the reward pays for.
 
-    others_may_tell: whether another reward, or a judge, may tell right answers from wrong ones.
+    others_may_distinguish: whether another reward or a judge may tell right from wrong answers.
     """
     if audit.surprises:
         first = audit.surprises[0]
@@ -471,7 +474,7 @@ def summarize_audit(audit: AuditResult, *, others_may_tell: bool = False) -> str
         message = "no surprise"
     else:
         message = _explain_no_paid_form(audit)
-        if others_may_tell:
+        if others_may_distinguish:
             message += "; another reward or the judge may tell right answers from wrong ones"
 
     if audit.form not in ("", SENTENCE):
@@ -486,12 +489,12 @@ def _explain_no_paid_form(audit: AuditResult) -> str:
         return "the reward is None for every completion"
     if not audit.has_answers:
         return (
-            "the audit cannot make up right answers, since the data has no column `answer` "
+            "the audit cannot make up right answers, because the data has no column `answer` "
             "(--columns answer=COLUMN names one)"
         )
-    if audit.only_value is not None:
+    if audit.value_if_constant is not None:
         return (
-            f"the reward is {audit.only_value:g} for every completion, so a model can learn "
+            f"the reward is {audit.value_if_constant:g} for every completion, so a model can learn "
             "nothing, unless the reward pays for answers in a form that the audit does not try"
         )
     return f"right answers earn no more than wrong answers in any of the {len(FORMS)} tested forms"

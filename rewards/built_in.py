@@ -14,7 +14,7 @@ from typing import Any
 
 from prompts.examples import last_user_text
 from rewards import form
-from rewards.statements import marked_texts
+from rewards.statements import marked_texts_outside_thoughts
 from rewards.verifiers import math_correct
 
 # A reward takes the prompts, the completions and the columns of the data as keyword arguments.
@@ -25,7 +25,7 @@ def length_reward(target: float, num_tokens: Sequence[int], **_: Any) -> list[fl
     """
     The reward `length`: 0 for a completion of `target` tokens, and less for any other length.
 
-    The reward falls linearly to -1 at 0 tokens, and at twice the target or more.
+    The reward falls linearly to -1 for 0 tokens, and for twice the target or more.
     """
     return [-min(abs(count - target) / target, 1.0) for count in num_tokens]
 
@@ -36,8 +36,8 @@ def soft_overlong_reward(
     """
     The reward `soft_overlong`, from equation 13 of the DAPO paper (arXiv:2503.14476).
 
-    The reward is 0 for at most max_len - cache tokens, and then falls linearly to -1 for max_len
-    tokens or more.
+    The reward is 0 up to max_len - cache tokens. From there, it falls linearly to -1 at max_len
+    tokens, and stays at -1 for longer completions.
     """
     rewards = []
     for count in num_tokens:
@@ -46,18 +46,21 @@ def soft_overlong_reward(
     return rewards
 
 
-def exactly_one_mark(completions: Sequence[str], **_: Any) -> list[float]:
-    """1 for each completion in which `marked_texts` finds exactly one marked answer, else 0."""
-    return [float(len(marked_texts(text)) == 1) for text in completions]
+def exactly_one_marked_answer(completions: Sequence[str], **_: Any) -> list[float]:
+    """
+    The reward `boxed_once`: 1 for each completion with exactly one marked answer, else 0.
+
+    `marked_texts_outside_thoughts` finds the marked answers.
+    """
+    return [float(len(marked_texts_outside_thoughts(text)) == 1) for text in completions]
 
 
 def random_zero_or_one(completions: Sequence[str], prompts: Sequence[Any], **_: Any) -> list[float]:
     """
     The reward `random`, which is 0 or 1 at random.
 
-    The reward serves as a control, since a model cannot have learned a change from a random reward.
-    A value depends only on the row, the prompt and the completion, so a
-    resumed run repeats the same values.
+    The reward serves as a control: no change in the model can be due to it. A value depends only on
+    the row, the prompt and the completion, so a resumed run repeats the same values.
     """
     rows = enumerate(zip(prompts, completions, strict=True))
     return [float(sha256(repr(row).encode()).digest()[0] % 2) for row in rows]
@@ -71,12 +74,12 @@ def finished_well_formed_no_refusal(
     **_: Any,
 ) -> list[float]:
     """
-    1 for each completion that has fewer than `max_tokens` tokens, is well-formed and is no refusal,
-    else 0.
+    The reward `format`: 1 for each completion that has fewer than `max_tokens` tokens, is
+    well-formed and is not a refusal, else 0.
     """
     rewards = []
     for text, prompt, count in zip(completions, prompts, num_tokens, strict=True):
-        is_answer = not form.is_refusal(text) and form.looks_like_answer(
+        is_answer = not form.opens_with_refusal(text) and form.is_long_enough_and_not_degenerate(
             text, last_user_text(prompt)
         )
         rewards.append(float(count < max_tokens and is_answer))
@@ -87,7 +90,7 @@ def finished_well_formed_no_refusal(
 BUILT_IN: dict[str, Reward] = {
     "length": length_reward,
     "soft_overlong": soft_overlong_reward,
-    "boxed_once": exactly_one_mark,
+    "boxed_once": exactly_one_marked_answer,
     "math_verify": math_correct,
     "random": random_zero_or_one,
     "format": finished_well_formed_no_refusal,
@@ -98,8 +101,8 @@ def make_built_in_reward(spec: str) -> Reward:
     """
     The built-in reward that a specification such as length:200 names.
 
-    Raises ValueError unless the specification has as many numbers as the reward takes, all of them
-    positive and whole.
+    Raises ValueError unless the specification has as many numbers as the reward has parameters,
+    and all numbers are positive and whole.
     """
     name, *numbers = spec.split(":")
     reward = BUILT_IN[name]

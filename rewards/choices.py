@@ -158,13 +158,15 @@ class Choices:
         self.option_line = re.compile(
             rf"{marks}({self.pattern.pattern})[)\]]?[.):\uff1a-]+[)\s*_`]+(?=\S)", self.case
         )
-        self.known = {self.normalize(name): name for name in self.names}
+        self.known = {self.lowercase_and_collapse_spaces(name): name for name in self.names}
 
-    def normalize(self, text: str) -> str:
+    def lowercase_and_collapse_spaces(self, text: str) -> str:
         return " ".join(text.casefold().split())
 
     def choices_in(self, text: str) -> set[str]:
-        return {self.normalize(match[0]) for match in self.pattern.finditer(text)}
+        return {
+            self.lowercase_and_collapse_spaces(match[0]) for match in self.pattern.finditer(text)
+        }
 
     def choice_if_alone(self, text: str) -> str | None:
         """
@@ -176,9 +178,9 @@ class Choices:
             return None
         text = remove_bold_code_and_latex(text)
         bare = re.sub(r"^[^\w]+|[^\w]+$", "", text)
-        if self.normalize(bare) not in self.known:
+        if self.lowercase_and_collapse_spaces(bare) not in self.known:
             bare = re.sub(rf"^{_PREFIX}", "", bare, flags=re.I)
-        key = self.normalize(bare)
+        key = self.lowercase_and_collapse_spaces(bare)
         return key if key in self.known else None
 
 
@@ -212,16 +214,16 @@ def read_choice_in_sentence(
         right = _IS_RIGHT.match(after) if opens else None
         if right:
             is_open = _leaves_choice_open(after[right.end() :], match[0], choices)
-            return None if is_open else choices.normalize(match[0])
+            return None if is_open else choices.lowercase_and_collapse_spaces(match[0])
         if may_be_weak and _choice_describes_noun(before, after):
-            return choices.normalize(match[0])
+            return choices.lowercase_and_collapse_spaces(match[0])
         if not _can_introduce_choice(before, choices, may_be_weak=may_be_weak):
             continue
         if not _CLAUSE_END.match(after) and not _is_choice_with_noun(before, after):
             continue
-        return (
-            None if _leaves_choice_open(after, match[0], choices) else choices.normalize(match[0])
-        )
+        if _leaves_choice_open(after, match[0], choices):
+            return None
+        return choices.lowercase_and_collapse_spaces(match[0])
     return None
 
 
@@ -229,8 +231,8 @@ def _can_introduce_choice(before: str, choices: Choices, *, may_be_weak: bool) -
     """
     Whether the words before a choice can introduce it as the answer.
 
-    An empty text or a label can introduce a choice. With may_be_weak, a verb
-    such as "is" can also introduce a choice.
+    An empty text or a label can introduce a choice. With may_be_weak, a verb such as "is" can also
+    introduce a choice.
     """
     rest = re.sub(r"^[\s*_`>#~\"'(\[{\u300c\u300e\u201c\u201e\u00ab\u2022.=-]+", "", before)
     if not rest:
@@ -302,7 +304,7 @@ def _leaves_choice_open(rest: str, stated: str, choices: Choices) -> bool:
     """
     if re.match(rf"\W*(?:{statements.OR}|{statements.MAYBE}|only if\b|if\b)", rest, re.I):
         return True
-    other_names = choices.choices_in(rest) - {choices.normalize(stated)}
+    other_names = choices.choices_in(rest) - {choices.lowercase_and_collapse_spaces(stated)}
     if _RULES_OUT_REST.match(rest) and not re.search(statements.MAYBE, rest, re.I):
         return False
     if re.search(rf"{statements.OR}|{statements.MAYBE}", rest, re.I) and other_names:
@@ -329,21 +331,21 @@ def split_option_line(line: str, choices: Choices) -> tuple[str, str] | None:
     """
     The letter that opens an option line such as "B) Chlorophyll", and the rest of the line.
 
-    None if the line is no option line.
+    None if the line is not an option line.
     """
     if not choices.are_letters or len(line) > statements.LONGEST_LINE:
         return None
     match = choices.option_line.match(line)
     if not match or not re.search(r"\w", line[match.end() :]):
         return None
-    return choices.normalize(match[1]), line[match.end() :]
+    return choices.lowercase_and_collapse_spaces(match[1]), line[match.end() :]
 
 
 def read_choice_answers(text: str, choices: Choices) -> list[str]:
     """
     The choices that a completion states; the completion is right only if each of them is right.
 
-    An empty string stands for a statement that names no single choice. If the text is a JSON
+    An empty string means that a statement does not name exactly one choice. If the text is a JSON
     object, only the object is read. Otherwise, marked answers that name a choice are read. If no
     marked answer names a choice, the text without its marked answers is read.
     """
@@ -356,7 +358,7 @@ def read_choice_answers(text: str, choices: Choices) -> list[str]:
             choices.choices_in(remove_bold_code_and_latex(mark)) or choices.choice_if_alone(mark)
         )
 
-    marks = statements.read_last_mark_and_guesses(text, names_choice)
+    marks = statements.read_last_mark_and_rival_guesses(text, names_choice)
     if marks:
         return [_read_choice_in_mark(mark, choices) for mark in marks]
     return [read_choice(statements.remove_marked_answers(text), choices) or ""]
@@ -373,24 +375,24 @@ def read_choice(text: str, choices: Choices) -> str | None:
     """
     The choice that a text without marked answers states; None if there is none.
 
-    The rules are those in the docstring of this file. The first rule that finds a choice decides.
+    The docstring of this file lists the rules. The first rule that finds a choice decides.
     """
     alone = choices.choice_if_alone(text)
     if alone is not None:
         return alone
-    lines = statements.nonempty_lines(
+    lines = statements.nonempty_lines_without_fences(
         remove_bold_code_and_latex(statements.join_labels_with_next_lines(text))
     )
     sentences = _sentences_without_options(lines, choices)
-    stated = _first_stated_choice(sentences, choices, may_be_weak=False)
+    stated = _stated_choice_after_corrections(sentences, choices, may_be_weak=False)
     if stated is None:
         stated = _read_opening_option(lines, choices)
     if stated is None:
-        stated = _first_stated_choice(sentences, choices, may_be_weak=True)
+        stated = _stated_choice_after_corrections(sentences, choices, may_be_weak=True)
     return stated or None
 
 
-def _first_stated_choice(
+def _stated_choice_after_corrections(
     sentences: list[str], choices: Choices, *, may_be_weak: bool, stated: str | None = None
 ) -> str | None:
     """
@@ -480,7 +482,7 @@ def _read_opening_option(lines: list[str], choices: Choices) -> str | None:
     if statements.is_question(rest):
         return ""
     sentences = statements.split_sentences(rest) + _sentences_without_options(lines[1:], choices)
-    return _first_stated_choice(sentences, choices, may_be_weak=False, stated=letter)
+    return _stated_choice_after_corrections(sentences, choices, may_be_weak=False, stated=letter)
 
 
 # ---- JSON
@@ -504,9 +506,9 @@ def read_choice_in_json(text: str, choices: Choices) -> str | None:
     """
     The choice that a JSON object states.
 
-    The result is "" if the object states no choice or several choices, and None if the text is no
-    JSON object. The choice must be the only value, or the value under a key such as "answer" or
-    "label". The values under all other keys must be numbers or explanations.
+    The choice must be the only value, or the value under a key such as "answer" or "label". The
+    values under all other keys must be numbers or explanations. The result is "" if the object
+    states no choice or several choices, and None if the text is not a JSON object.
     """
     pairs = _read_json_pairs(text)
     if pairs is None:
@@ -537,7 +539,7 @@ def _read_json_pairs(text: str) -> list[tuple[str, Any]] | None:
     The pairs of keys and values in a JSON object, which may be inside a Markdown code block.
 
     A key that occurs twice in the object is in two of the pairs. The result is None if the text is
-    no JSON object.
+    not a JSON object.
     """
     body = text.strip()
     fence = body.find("```")

@@ -33,13 +33,11 @@ def make_math_checker() -> Checker:
     Makes the function that a worker process runs to tell whether two LaTeX formulas are equal.
     """
     patch_and_preload_sympy()  # must come before math-verify imports sympy's parser
-    _parse_latex(
-        "\\frac{1}{2}"
-    )  # the first call loads the grammar, which takes longer than parsing
+    _parse_latex("\\frac{1}{2}")  # loads the grammar, which takes longer than parsing
 
     def are_same_formulas(pair: tuple[str, str]) -> bool:
-        right, stated = map(_parse_latex, pair)
-        return _are_same(right, stated)
+        expected, stated = map(_parse_latex, pair)
+        return _are_same(expected, stated)
 
     assert are_same_formulas(("\\frac{1}{2}", "0.5"))
     return are_same_formulas
@@ -169,73 +167,77 @@ def _unify_symbols_and_decimals(parsed: Any) -> Any:
 # ---- relations, sets, lists
 
 
-def _are_same(right: Any, stated: Any) -> bool:
+def _are_same(expected: Any, stated: Any) -> bool:
     import sympy
 
-    if right is None or stated is None:
+    if expected is None or stated is None:
         return False
-    if isinstance(right, _RelationChain) or isinstance(stated, _RelationChain):
-        return _are_same_relations(right, stated)
-    if isinstance(right, _UnbracketedList) or isinstance(stated, _UnbracketedList):
-        return _are_same_lists(right, stated)
-    if right == stated:
-        return not right.has(sympy.nan, sympy.zoo)
-    if isinstance(right, sympy.Set) or isinstance(stated, sympy.Set):
-        return _are_same_sets(right, stated)
-    if isinstance(right, sympy.Tuple) or isinstance(stated, sympy.Tuple):
-        are_tuples = isinstance(right, sympy.Tuple) and isinstance(stated, sympy.Tuple)
-        return are_tuples and _are_same_in_order(right.args, stated.args)
-    if isinstance(right, sympy.MatrixBase) or isinstance(stated, sympy.MatrixBase):
-        are_matrices = isinstance(right, sympy.MatrixBase) and isinstance(stated, sympy.MatrixBase)
-        if not are_matrices or right.shape != stated.shape:
+    if isinstance(expected, _RelationChain) or isinstance(stated, _RelationChain):
+        return _are_same_relations(expected, stated)
+    if isinstance(expected, _UnbracketedList) or isinstance(stated, _UnbracketedList):
+        return _are_same_lists(expected, stated)
+    if expected == stated:
+        return not expected.has(sympy.nan, sympy.zoo)
+    if isinstance(expected, sympy.Set) or isinstance(stated, sympy.Set):
+        return _are_same_sets(expected, stated)
+    if isinstance(expected, sympy.Tuple) or isinstance(stated, sympy.Tuple):
+        are_tuples = isinstance(expected, sympy.Tuple) and isinstance(stated, sympy.Tuple)
+        return are_tuples and _are_same_in_order(expected.args, stated.args)
+    if isinstance(expected, sympy.MatrixBase) or isinstance(stated, sympy.MatrixBase):
+        are_matrices = isinstance(expected, sympy.MatrixBase) and isinstance(
+            stated, sympy.MatrixBase
+        )
+        if not are_matrices or expected.shape != stated.shape:
             return False
-        return _are_same_in_order(right.flat(), stated.flat())
-    if isinstance(right, sympy.Expr) and isinstance(stated, sympy.Expr):
-        return _have_same_values(right, stated)
+        return _are_same_in_order(expected.flat(), stated.flat())
+    if isinstance(expected, sympy.Expr) and isinstance(stated, sympy.Expr):
+        return _have_same_values(expected, stated)
     return False
 
 
-def _are_same_in_order(rights: Sequence[Any], stateds: Sequence[Any]) -> bool:
-    return len(rights) == len(stateds) and all(map(_are_same, rights, stateds))
+def _are_same_in_order(expected_parts: Sequence[Any], stated_parts: Sequence[Any]) -> bool:
+    return len(expected_parts) == len(stated_parts) and all(
+        map(_are_same, expected_parts, stated_parts)
+    )
 
 
-def _are_same_in_any_order(rights: Sequence[Any], stateds: Sequence[Any]) -> bool:
-    remaining = list(stateds)
-    if len(rights) != len(remaining):
+def _are_same_in_any_order(expected_parts: Sequence[Any], stated_parts: Sequence[Any]) -> bool:
+    remaining = list(stated_parts)
+    if len(expected_parts) != len(remaining):
         return False
-    for right in rights:
-        place = _index_of_same(right, remaining)
+    for expected in expected_parts:
+        place = _index_of_same(expected, remaining)
         if place is None:
             return False
         del remaining[place]
     return True
 
 
-def _index_of_same(right: Any, candidates: Sequence[Any]) -> int | None:
+def _index_of_same(expected: Any, candidates: Sequence[Any]) -> int | None:
     """The index of the first candidate that equals the right answer; None if there is none."""
     for place, candidate in enumerate(candidates):
-        if _are_same(right, candidate):
+        if _are_same(expected, candidate):
             return place
     return None
 
 
-def _are_same_lists(right: Any, stated: Any) -> bool:
+def _are_same_lists(expected: Any, stated: Any) -> bool:
     """
     Whether two answers are equal, at least one of which is a list.
 
     The order of the elements matters only if a list is compared with a tuple, or with an open
     interval such as (1, 2).
     """
-    if not (isinstance(right, _UnbracketedList) and isinstance(stated, _UnbracketedList)):
-        right_in_order = _list_tuple_or_interval_elements(right)
+    if not (isinstance(expected, _UnbracketedList) and isinstance(stated, _UnbracketedList)):
+        expected_in_order = _list_tuple_or_interval_elements(expected)
         stated_in_order = _list_tuple_or_interval_elements(stated)
-        if right_in_order is not None and stated_in_order is not None:
-            return _are_same_in_order(right_in_order, stated_in_order)
-    right_elements = _list_or_set_elements(right)
+        if expected_in_order is not None and stated_in_order is not None:
+            return _are_same_in_order(expected_in_order, stated_in_order)
+    expected_elements = _list_or_set_elements(expected)
     stated_elements = _list_or_set_elements(stated)
-    if right_elements is None or stated_elements is None:
+    if expected_elements is None or stated_elements is None:
         return False
-    return _are_same_in_any_order(right_elements, stated_elements)
+    return _are_same_in_any_order(expected_elements, stated_elements)
 
 
 def _list_or_set_elements(part: Any) -> Sequence[Any] | None:
@@ -258,22 +260,22 @@ def _list_tuple_or_interval_elements(part: Any) -> Sequence[Any] | None:
     return None
 
 
-def _are_same_sets(right: Any, stated: Any) -> bool:
+def _are_same_sets(expected: Any, stated: Any) -> bool:
     import sympy
 
-    if isinstance(right, sympy.FiniteSet) and isinstance(stated, sympy.FiniteSet):
-        return _are_same_in_any_order(right.args, stated.args)
-    if isinstance(right, sympy.Interval) and isinstance(stated, sympy.Interval):
-        if right.left_open != stated.left_open or right.right_open != stated.right_open:
+    if isinstance(expected, sympy.FiniteSet) and isinstance(stated, sympy.FiniteSet):
+        return _are_same_in_any_order(expected.args, stated.args)
+    if isinstance(expected, sympy.Interval) and isinstance(stated, sympy.Interval):
+        if expected.left_open != stated.left_open or expected.right_open != stated.right_open:
             return False
-        return _are_same(right.start, stated.start) and _are_same(right.end, stated.end)
-    if isinstance(right, sympy.Union) and isinstance(stated, sympy.Union):
-        return _are_same_in_any_order(list(_flatten_union(right)), list(_flatten_union(stated)))
-    for members, value in ((right, stated), (stated, right)):
+        return _are_same(expected.start, stated.start) and _are_same(expected.end, stated.end)
+    if isinstance(expected, sympy.Union) and isinstance(stated, sympy.Union):
+        return _are_same_in_any_order(list(_flatten_union(expected)), list(_flatten_union(stated)))
+    for members, value in ((expected, stated), (stated, expected)):
         is_single = isinstance(members, sympy.FiniteSet) and len(members) == 1
         if is_single and isinstance(value, sympy.Expr):
             return _are_same(members.args[0], value)
-    return type(right) is type(stated) and _are_same_in_order(right.args, stated.args)
+    return type(expected) is type(stated) and _are_same_in_order(expected.args, stated.args)
 
 
 def _flatten_union(union: Any) -> Iterator[Any]:
@@ -289,16 +291,16 @@ def _flatten_union(union: Any) -> Iterator[Any]:
 # ---- relations
 
 
-def _are_same_relations(right: Any, stated: Any) -> bool:
+def _are_same_relations(expected: Any, stated: Any) -> bool:
     """Whether two answers are equal, at least one of which is an equation or an inequality."""
-    if not isinstance(right, _RelationChain) and _is_equation(stated):
+    if not isinstance(expected, _RelationChain) and _is_equation(stated):
         value = _value_of_equation(stated)
-        return value is not None and _are_same(right, value)
-    if not isinstance(stated, _RelationChain) and _is_equation(right):
-        return _is_symbol(right[0].left) and _are_same(right[-1].right, stated)
-    if _is_equation(right) and _is_equation(stated):
-        return _are_same_equations(right, stated)
-    return _are_same_inequalities(right, stated)
+        return value is not None and _are_same(expected, value)
+    if not isinstance(stated, _RelationChain) and _is_equation(expected):
+        return _is_symbol(expected[0].left) and _are_same(expected[-1].right, stated)
+    if _is_equation(expected) and _is_equation(stated):
+        return _are_same_equations(expected, stated)
+    return _are_same_inequalities(expected, stated)
 
 
 def _is_equation(part: Any) -> bool:
@@ -326,16 +328,16 @@ def _value_of_equation(equation: _RelationChain) -> Any:
     return value if is_identity else None
 
 
-def _are_same_equations(right: _RelationChain, stated: _RelationChain) -> bool:
+def _are_same_equations(expected: _RelationChain, stated: _RelationChain) -> bool:
     """
     Whether two equations have the same solutions because one is a multiple of the other.
 
-    The names in the equations must agree. An unsolved equation such as 2x = 6 does not count as
-    equal to the answer x = 3.
+    The variables in the equations must be the same. An unsolved equation such as 2x = 6 does not
+    count as equal to the answer x = 3.
     """
     import sympy
 
-    first = _Relation(right[0].left, "=", right[-1].right)
+    first = _Relation(expected[0].left, "=", expected[-1].right)
     second = _Relation(stated[0].left, "=", stated[-1].right)
     if _is_symbol(first.left) and not _is_symbol(second.left) and _is_symbol(second.right):
         second = second.mirror
@@ -347,18 +349,18 @@ def _are_same_equations(right: _RelationChain, stated: _RelationChain) -> bool:
     is_solved = _is_symbol(first.left) and first.right.is_number
     if is_solved and not _is_symbol(second.left):
         return False
-    return _is_multiple(first.left - first.right, second.left - second.right)
+    return _is_constant_multiple(first.left - first.right, second.left - second.right)
 
 
-def _is_multiple(right: Any, stated: Any, is_positive: bool = False) -> bool:
+def _is_constant_multiple(expected: Any, stated: Any, is_positive: bool = False) -> bool:
     """
     Whether the quotient of two expressions is the same nonzero number at all sample points.
 
     is_positive: whether the quotient must also be positive.
     """
     quotients = []
-    for point in _sample_points([right, stated]):
-        bottom = _value_at(right, point)
+    for point in _sample_points([expected, stated]):
+        bottom = _value_at(expected, point)
         top = _value_at(stated, point)
         if bottom is None or top is None or bottom == 0 or top == 0:
             continue
@@ -371,24 +373,24 @@ def _is_multiple(right: Any, stated: Any, is_positive: bool = False) -> bool:
     return all(bool(abs(quotient - first) <= 1e-15 * abs(first)) for quotient in quotients)
 
 
-def _are_same_inequalities(right: Any, stated: Any) -> bool:
+def _are_same_inequalities(expected: Any, stated: Any) -> bool:
     """Whether two inequalities, or an inequality and an interval, describe the same numbers."""
-    first_numbers = _name_and_solution_set(right)
-    second_numbers = _name_and_solution_set(stated)
+    first_numbers = _variable_and_solution_set(expected)
+    second_numbers = _variable_and_solution_set(stated)
     if first_numbers and second_numbers:
         names = {first_numbers[0], second_numbers[0]} - {None}
         return len(names) <= 1 and _are_same(first_numbers[1], second_numbers[1])
-    if not isinstance(right, _RelationChain) or not isinstance(stated, _RelationChain):
+    if not isinstance(expected, _RelationChain) or not isinstance(stated, _RelationChain):
         return False
-    if len(right) != len(stated):
+    if len(expected) != len(stated):
         return False
     mirrored = [relation.mirror for relation in reversed(stated)]
-    return all(map(_is_same_relation, right, stated)) or all(
-        map(_is_same_relation, right, mirrored)
+    return all(map(_are_equivalent_up_to_factor, expected, stated)) or all(
+        map(_are_equivalent_up_to_factor, expected, mirrored)
     )
 
 
-def _is_same_relation(first: _Relation, second: _Relation) -> bool:
+def _are_equivalent_up_to_factor(first: _Relation, second: _Relation) -> bool:
     import sympy
 
     sides = (first.left, first.right, second.left, second.right)
@@ -401,15 +403,15 @@ def _is_same_relation(first: _Relation, second: _Relation) -> bool:
     is_directed = first.sign not in ("=", "!=")
     first_difference = first.left - first.right
     second_difference = second.left - second.right
-    return _is_multiple(first_difference, second_difference, is_positive=is_directed)
+    return _is_constant_multiple(first_difference, second_difference, is_positive=is_directed)
 
 
-def _name_and_solution_set(part: Any) -> tuple[Any, Any] | None:
+def _variable_and_solution_set(part: Any) -> tuple[Any, Any] | None:
     """
-    The name in an inequality, and the set of numbers that satisfy the inequality.
+    The variable in an inequality, and the set of numbers that satisfy the inequality.
 
-    For x \\in (1, 2) the result is the name x and the interval; for a set without a name it is None
-    and the set. The result is None for everything else.
+    For x \\in (1, 2), the result is x and the interval. For a set without a variable, the result is
+    None and the set. For everything else, the result is None.
     """
     import sympy
 
@@ -423,28 +425,28 @@ def _name_and_solution_set(part: Any) -> tuple[Any, Any] | None:
     sides = [side for relation in part for side in (relation.left, relation.right)]
     if not all(isinstance(side, sympy.Expr) for side in sides):
         return None
-    names = set().union(*(side.free_symbols for side in sides))
-    if len(names) != 1:
+    variables = set().union(*(side.free_symbols for side in sides))
+    if len(variables) != 1:
         return None
-    name = names.pop()
+    variable = variables.pop()
     numbers: Any = sympy.Interval(-sympy.oo, sympy.oo)
     for relation in part:
-        interval = _solve_linear_inequality(relation, name)
+        interval = _solve_linear_inequality(relation, variable)
         if interval is None:
             return None
         numbers = numbers.intersect(interval)
-    return name, numbers
+    return variable, numbers
 
 
-def _solve_linear_inequality(relation: _Relation, name: Any) -> Any:
-    """The interval of solutions of an inequality that is linear in the name; else None."""
+def _solve_linear_inequality(relation: _Relation, variable: Any) -> Any:
+    """The solutions of a linear inequality, as an interval; None if it is not linear."""
     import sympy
 
     if relation.sign in ("=", "!="):
         return None
     try:
-        line = sympy.Poly(relation.left - relation.right, name)
-        slope = line.coeff_monomial(name)
+        line = sympy.Poly(relation.left - relation.right, variable)
+        slope = line.coeff_monomial(variable)
         intercept = line.coeff_monomial(1)
     except sympy.PolynomialError:
         return None
@@ -461,7 +463,7 @@ def _solve_linear_inequality(relation: _Relation, name: Any) -> Any:
 # ---- values
 
 
-def _have_same_values(right: Any, stated: Any) -> bool:
+def _have_same_values(expected: Any, stated: Any) -> bool:
     """
     Whether two expressions have equal values at all sample points where both have a value.
 
@@ -471,16 +473,16 @@ def _have_same_values(right: Any, stated: Any) -> bool:
     import sympy
 
     undone = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
-    if right.has(*undone) or stated.has(*undone):
+    if expected.has(*undone) or stated.has(*undone):
         return False
-    if right.is_infinite or stated.is_infinite:
-        return bool(right == stated)
-    has_names = bool(right.free_symbols | stated.free_symbols)
-    is_approximate = not has_names and right.is_Rational != stated.is_Rational
+    if expected.is_infinite or stated.is_infinite:
+        return bool(expected == stated)
+    has_names = bool(expected.free_symbols | stated.free_symbols)
+    is_approximate = not has_names and expected.is_Rational != stated.is_Rational
     num_points = 0
-    for point in _sample_points([right, stated]):
-        difference = _value_at(right - stated, point)
-        values = [_value_at(part, point) for part in (right, stated)]
+    for point in _sample_points([expected, stated]):
+        difference = _value_at(expected - stated, point)
+        values = [_value_at(part, point) for part in (expected, stated)]
         if difference is None or None in values:
             continue
         size = max(map(abs, values))
@@ -494,10 +496,10 @@ def _have_same_values(right: Any, stated: Any) -> bool:
 
 def _sample_points(expressions: Sequence[Any]) -> Iterator[dict[Any, Any]]:
     """
-    The points at which expressions are compared; a point assigns a value to each name.
+    The points at which expressions are compared. A point assigns a value to each variable.
 
-    The values at the first points are all positive, and those at later points are partly negative.
-    Expressions without names have a single, empty point.
+    All values are positive at the first points, and some are negative at later points. Expressions
+    without variables have a single, empty point.
     """
     import sympy
 

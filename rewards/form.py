@@ -1,24 +1,27 @@
 """
 Judges by words alone whether an answer repeats itself, copies the prompt or says nothing.
 
-A reward that a model can exploit pays for answers that repeat themselves or copy the prompt, and
-the accuracy may not show that the answers are bad. With --reward-gate form, `apply_gate` removes
-the rewards of bad answers.
+A model can exploit some rewards with answers that repeat themselves or copy the prompt, and its
+accuracy may not reveal that. With --reward-gate form, `rewards_capped_at_0_if_gate_fails` takes the
+rewards of such answers away.
 
-This file does not cover languages that are written without spaces between words: in this file, a
-whole sentence in such a language is one word.
+In languages that are written without spaces, a whole sentence counts as one word, so these checks
+do not work.
 """
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prompts.examples import Example, answers_of, last_user_text
 from rewards.statements import strip_thoughts
 
+if TYPE_CHECKING:
+    import numpy as np
+
 # The smallest number of words in a well-formed answer. An answer with fewer words, such as "yes or
 # no", never counts as copied from the prompt.
 LEAST_WORDS = 4
-WINDOW = 20  # distinct words are counted among this many consecutive words
+WINDOW = 20  # distinct words are counted in chunks of this many consecutive words
 LEAST_DISTINCT = 0.7  # the smallest fraction of distinct words; English text has about 0.85
 COPIED_RUN = 5  # this many consecutive words from the prompt count as copied; four words
 # such as "the capital of France" do not
@@ -63,7 +66,7 @@ def repeated_4gram_fraction(text: str) -> float:
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def distinct_word_fraction(text: str) -> float:
+def distinct_word_fraction_in_chunks(text: str) -> float:
     """
     The fraction of distinct words, averaged over chunks of `WINDOW` consecutive words.
 
@@ -78,9 +81,10 @@ def distinct_word_fraction(text: str) -> float:
 
 def fraction_copied_from_prompt(text: str, prompt: str) -> float:
     """
-    The fraction of a text's words that are part of a sequence of words copied from the prompt.
+    The fraction of a text's words that belong to a run of words copied from the prompt.
 
-    A copied sequence has `COPIED_RUN` words; for a shorter text, it is the whole text.
+    A run has `COPIED_RUN` words, or all words of a shorter text. The result is 0 for a text of
+    fewer than `LEAST_WORDS` words.
     """
     words = lowercase_words(text)
     if len(words) < LEAST_WORDS:
@@ -94,31 +98,32 @@ def fraction_copied_from_prompt(text: str, prompt: str) -> float:
     return len(copied_places) / len(words)
 
 
-def is_degenerate(text: str, prompt: str) -> bool:
-    """Whether a text repeats itself or copies the prompt."""
+def repeats_itself_or_copies_prompt(text: str, prompt: str) -> bool:
+    """Whether a text violates `LEAST_DISTINCT`, `MOST_REPEATED` or `MOST_COPIED`."""
     return (
-        distinct_word_fraction(text) < LEAST_DISTINCT
+        distinct_word_fraction_in_chunks(text) < LEAST_DISTINCT
         or repeated_4gram_fraction(text) > MOST_REPEATED
         or fraction_copied_from_prompt(text, prompt) > MOST_COPIED
     )
 
 
-def looks_like_answer(text: str, prompt: str) -> bool:
+def is_long_enough_and_not_degenerate(text: str, prompt: str) -> bool:
     """
-    Whether a text looks like an answer.
+    Whether a text has at least `LEAST_WORDS` words, and does not repeat itself or copy the prompt.
 
-    The text must have at least `LEAST_WORDS` words, must not repeat itself or copy the prompt, and
-    must not consist only of a thought.
+    The result is False if the text consists only of a thought.
     """
     is_only_thought = text.strip() and not strip_thoughts(text).strip()
     if is_only_thought:
         return False
-    return len(lowercase_words(text)) >= LEAST_WORDS and not is_degenerate(text, prompt)
+    return len(lowercase_words(text)) >= LEAST_WORDS and not repeats_itself_or_copies_prompt(
+        text, prompt
+    )
 
 
-def is_refusal(text: str) -> bool:
+def opens_with_refusal(text: str) -> bool:
     """
-    Whether a text opens with words of refusal, such as "I can't", "I'm unable" or "I'm sorry, but".
+    Whether a text begins by refusing, as with "I can't", "I'm unable" or "I'm sorry, but".
     """
     return bool(_REFUSAL.match(text.replace("\u2019", "'")))
 
@@ -126,14 +131,14 @@ def is_refusal(text: str) -> bool:
 # ---- --reward-gate form
 
 
-def passes_gate(text: str, prompt: str, finish_reason: str) -> bool:
-    """Whether a completion keeps its reward in `apply_gate`; `NEEDED` states the conditions."""
-    return finish_reason == "stop" and looks_like_answer(text, prompt)
+def passes_form_gate(text: str, prompt: str, finish_reason: str) -> bool:
+    """Whether a completion meets the conditions in `NEEDED`, so that it keeps its reward."""
+    return finish_reason == "stop" and is_long_enough_and_not_degenerate(text, prompt)
 
 
-def own_answer_passes_gate(row: dict[str, Any]) -> bool:
+def right_answer_passes_form_gate(row: dict[str, Any]) -> bool:
     """
-    Whether `apply_gate` would let a completion that is the row's own `answer` keep its reward.
+    Whether a completion that repeats a right answer of the row word for word keeps its reward.
 
     The result is True for a row without an answer.
     """
@@ -141,28 +146,28 @@ def own_answer_passes_gate(row: dict[str, Any]) -> bool:
     if not answers:
         return True
     prompt = last_user_text(row["prompt"])
-    return any(looks_like_answer(answer, prompt) for answer in answers)
+    return any(is_long_enough_and_not_degenerate(answer, prompt) for answer in answers)
 
 
-def apply_gate(
-    components: dict[str, Any],
+def rewards_capped_at_0_if_gate_fails(
+    rewards_by_name: "dict[str, np.ndarray]",
     examples: list[Example],
     completions: list[str],
     finish_reasons: list[str],
-) -> dict[str, Any]:
+) -> "dict[str, np.ndarray]":
     """
-    The values of each reward, limited to at most 0 for completions that fail `passes_gate`.
+    The values of each reward, but at most 0 for completions that fail `passes_form_gate`.
 
-    components: the values by the name of the reward, each an array of shape (N,).
+    rewards_by_name: the values of each reward, (N,) each.
     """
     import numpy as np  # imported here, since reading data and scoring answers need no NumPy
 
     rows = zip(completions, examples, finish_reasons, strict=True)
     passes = [
-        passes_gate(text, last_user_text(example["prompt"]), finish_reason)
+        passes_form_gate(text, last_user_text(example["prompt"]), finish_reason)
         for text, example, finish_reason in rows
     ]
     gated = {}
-    for name, values in components.items():
+    for name, values in rewards_by_name.items():
         gated[name] = np.where(passes, values, np.minimum(values, 0.0))
     return gated

@@ -1,9 +1,10 @@
 """
 Reads answers that are lists or formulas, without running text as Python code.
 
-`read_list` and `read_formula` replace `eval` and sympy's `parse_expr` where the scorer of a library
-would run the answer as code. A formula consists of numbers, names, the operators + - * / ** << >>,
-and the functions in `FUNCTIONS`. Every number in a formula must be smaller than `LARGEST`.
+`parse_json_with_single_quotes` and `formula_to_sympy` replace `eval` and sympy's `parse_expr` where
+a library's scorer would run the answer as code. A formula consists of numbers, names, the
+operators + - * / ** << >>, and the functions in `FUNCTIONS`. Every number in a formula must be
+smaller than `LARGEST`.
 
 This file does not cover LaTeX formulas (rewards/equality.py).
 """
@@ -40,32 +41,32 @@ OPERATORS: dict[type[ast.AST], Any] = {
 }
 
 
-# The sympy modules that formulas do not need, or that depend on a library that is not installed.
+# The sympy modules that formulas do not need, or that need a library that is not installed.
 _LEFT_OUT = re.compile(r"\.(codegen|control|external|interactive|plotting|printing|testing)\b")
 _INNER_IMPORT = re.compile(r"^[ \t]+from +(\.*)([\w.]*) +import", re.MULTILINE)
 
 
-def read_list(text: str) -> Any:
+def parse_json_with_single_quotes(text: str) -> Any:
     """
-    The list that a text such as "[['A', 1], [0, 1]]" denotes, with single or double quotes.
+    The value of a JSON text whose quotes may be single, such as "[['A', 1], [0, 1]]".
 
-    Raises ValueError if the text is not JSON apart from the quotes.
+    Raises ValueError if the text is not JSON apart from its quotes.
     """
     return json.loads(text.replace("'", '"'))
 
 
-def read_formula(text: str, local_dict: dict[str, Any] | None = None, **_: Any) -> Any:
+def formula_to_sympy(text: str, local_dict: dict[str, Any] | None = None, **_: Any) -> Any:
     """
     The sympy expression that a formula denotes; `local_dict` maps names to symbols.
 
-    Raises ValueError or SyntaxError if the text is no formula.
+    Raises ValueError or SyntaxError if the text is not a formula.
     """
     if len(text) > LONGEST or not text.isascii():
         raise ValueError(f"a formula must be ASCII text of at most {LONGEST} characters")
     return _node_to_sympy(ast.parse(text.strip(), mode="eval").body, local_dict or {})
 
 
-def _node_to_sympy(node: ast.expr, names: dict[str, Any]) -> Any:
+def _node_to_sympy(node: ast.expr, symbols: dict[str, Any]) -> Any:
     import sympy  # imported here, since the import takes a second and only workers need it
 
     constants = {"pi": sympy.pi, "E": sympy.E, "I": sympy.I}
@@ -73,18 +74,18 @@ def _node_to_sympy(node: ast.expr, names: dict[str, Any]) -> Any:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             value = sympy.sympify(number)
         case ast.Name(id=name):
-            value = names.get(name, constants.get(name, sympy.Symbol(name)))
+            value = symbols.get(name, constants.get(name, sympy.Symbol(name)))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
-            value = OPERATORS[type(op)](_node_to_sympy(operand, names))
+            value = OPERATORS[type(op)](_node_to_sympy(operand, symbols))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            first = _node_to_sympy(left, names)
-            second = _node_to_sympy(right, names)
+            first = _node_to_sympy(left, symbols)
+            second = _node_to_sympy(right, symbols)
             grows = isinstance(op, (ast.Pow, ast.LShift))
             if grows and second.is_Number and not abs(second) <= STEEPEST:
                 raise ValueError(f"the exponent or shift {second} is larger than {STEEPEST}")
             value = OPERATORS[type(op)](first, second)
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
-            value = getattr(sympy, name)(_node_to_sympy(argument, names))
+            value = getattr(sympy, name)(_node_to_sympy(argument, symbols))
         case _:
             raise ValueError(
                 f"a formula cannot contain Python syntax of the kind {type(node).__name__}"
@@ -96,18 +97,17 @@ def _node_to_sympy(node: ast.expr, names: dict[str, Any]) -> Any:
 
 def patch_and_preload_sympy() -> None:
     """
-    Makes sympy work in this process without running text as code, and without opening files later.
+    Prepares sympy for a sealed process, in which sympy can neither run text as code nor open files.
 
-    From now on, sympy parses all text with `read_formula`. Monomials are multiplied by ordinary
-    functions; sympy itself would generate and run Python code to multiply them. The modules that
-    sympy's functions would import when first called are imported now, since a sealed process cannot
-    open files.
+    From now on, sympy parses all text with `formula_to_sympy`, and multiplies monomials with
+    ordinary functions, for which it would otherwise generate and run Python code. Modules that
+    sympy would import only when one of its functions is first called are imported now.
     """
     import sympy.parsing.sympy_parser
     from sympy.polys import monomials
 
     for module in (sympy, sympy.parsing, sympy.parsing.sympy_parser):
-        module.parse_expr = read_formula
+        module.parse_expr = formula_to_sympy
 
     def return_operation(_: Any, operation: Any) -> Any:
         return operation

@@ -3,7 +3,7 @@ Imports users' functions and classes from FILE.py:function or MODULE:function, a
 that raise errors in them.
 
 A specification may end with arguments, as in FILE.py:function(weight=0.5). Then the function is
-called with these arguments in addition to its usual ones, as by `functools.partial`.
+called with these arguments in addition to its usual ones, as with `functools.partial`.
 
 This file does not cover the use of these functions as rewards (rewards/rewards.py), tools,
 environments, losses or advantages.
@@ -25,7 +25,8 @@ from typing import Any
 from prompts.examples import did_you_mean, format_error
 from text.function_specs import format_arguments, parse_arguments, split_off_arguments
 
-# The name of a module for functions that a program passes in and that have no global name.
+# The module that stores the functions of the caller's program that have no global name, such as
+# lambdas.
 NAMELESS = "functions_of_a_program"
 ELSEWHERE = "the function exists only in the program that started the run"
 
@@ -37,7 +38,7 @@ _modules: dict[tuple[Path, bytes], ModuleType] = {}
 
 
 def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
-    """The name and the function for a specification; see `load_functions`."""
+    """The name and the function of a specification with one function; see `load_functions`."""
     without_arguments, _ = split_off_arguments(spec)
     if not without_arguments.rpartition(":")[2].isidentifier():
         raise ValueError(f"{flag} is {spec!r}, but should be FILE.py:function{hint}")
@@ -50,7 +51,7 @@ def load_functions(
     flag: str, spec: str, hint: str = "", kind: str = "function"
 ) -> dict[str, Callable[..., Any]]:
     """
-    The functions or classes for a specification, by name.
+    The functions or classes in a specification, by name.
 
     spec: FILE.py:function,function or MODULE:function. A file is executed with its own directory on
     Python's search path. A module is imported; the module `__main__` is the caller's program or
@@ -60,8 +61,8 @@ def load_functions(
     hint: a description of other values that the flag accepts, for error messages.
     kind: "function" or "class".
 
-    Raises ValueError if the file, one of the names or an imported module is missing, or if a name
-    does not belong to a function or a class, as `kind` requires.
+    Raises ValueError if the import fails, if a name is missing, or if a name does not belong to a
+    function or a class, as `kind` requires.
     """
     without_arguments, arguments = split_off_arguments(spec)
     file, colon, joined_names = without_arguments.rpartition(":")
@@ -90,19 +91,19 @@ def _bind_arguments(
     flag_and_spec: str, name: str, function: Callable[..., Any], arguments: str
 ) -> Callable[..., Any]:
     """
-    The function with the arguments of its specification, such as `(weight=0.5)`.
+    The function, bound to the arguments in its specification, such as `(weight=0.5)`.
 
     Raises ValueError if the arguments cannot be read, or if the function does not accept them.
     """
     try:
         positional, by_name = parse_arguments(arguments)
         if inspect.isclass(function):
-            raise TypeError("a class gets no arguments")
+            raise TypeError("a class takes no arguments here; leave them out")
         inspect.signature(function).bind_partial(*positional, **by_name)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{flag_and_spec}: {error}") from error
     bound = functools.partial(function, *positional, **by_name)
-    # messages about the function name its module
+    # error messages contain the name of the function and of its module
     vars(bound).update(__module__=function.__module__, __name__=name, __qualname__=name)
     return bound
 
@@ -141,7 +142,7 @@ def _explain_failed_import(error: BaseException, file_or_module: str, path: Path
         )
     is_absent = False
     if isinstance(error, ModuleNotFoundError):
-        # The module itself may be absent, or another module that it imports.
+        # Either the module itself or a module that it imports may be absent.
         is_absent = f"{file_or_module}.".startswith(f"{error.name}.")
     if is_absent or (file_or_module.startswith(".") and path.suffix != ".py"):
         hint = "; if it is a module, add its folder to PYTHONPATH"
@@ -153,7 +154,7 @@ def _explain_failed_import(error: BaseException, file_or_module: str, path: Path
 
 def _load_file_once(path: Path, content: bytes) -> ModuleType:
     """
-    The module that is loaded from a file.
+    Loads a Python file as a module, and returns the module.
 
     A file is loaded again only if its content has changed. A second copy of the module would have
     its own classes, and its functions would not recognize objects of the first copy's classes.
@@ -218,10 +219,10 @@ def _store_nameless(fn: Callable[..., Any], name: str) -> str:
     return name
 
 
-def describe_function(fn: Callable[..., Any]) -> str:
-    """The name of a function or of a callable object, with the arguments of a partial function."""
+def function_name_with_arguments(fn: Callable[..., Any]) -> str:
+    """The name of a function or callable object, with the arguments of a `functools.partial`."""
     if isinstance(fn, functools.partial):
-        return describe_function(fn.func) + (format_arguments(fn) or "(...)")
+        return function_name_with_arguments(fn.func) + (format_arguments(fn) or "(...)")
     return getattr(fn, "__qualname__", type(fn).__qualname__)
 
 
@@ -232,7 +233,7 @@ def mentions_functions_of_this_program(settings: dict[str, Any]) -> bool:
 
 
 def list_functions_of_this_program(settings: dict[str, Any]) -> list[str]:
-    """The names of those functions that exist only in the program that started the run."""
+    """The names of functions in settings that exist only in the program that started the run."""
     names = []
     for value in settings.values():
         for spec in value if isinstance(value, list) else [value]:
@@ -255,12 +256,12 @@ def file_of_spec(spec: str) -> str:
     return getattr(sys.modules.get(name), "__file__", None) or name
 
 
-def source_in_main_program(spec: str) -> str:
+def source_code_if_in_main_program(spec: str) -> str:
     """
     The source code of a function that is defined in the caller's program or notebook.
 
-    The source code is needed because the program's file may change. The result is "" for all other
-    functions.
+    A resumed run compares this source code and not the whole file, since the rest of the program
+    may change. The result is "" for all other functions.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         name = split_off_arguments(spec)[0].partition("__main__:")[2]
@@ -278,7 +279,7 @@ def describe_error_in_function(error: BaseException, fn: Callable[..., Any]) -> 
 
 
 def file_and_line_suffix(fn: Callable[..., Any]) -> str:
-    """The suffix " (FILE:LINE)" for a function; "" for callable objects that are no functions."""
+    """The suffix " (FILE:LINE)" for a function; "" for other callable objects."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     code = getattr(inspect.unwrap(fn), "__code__", None)

@@ -12,7 +12,9 @@ from typing import Any
 
 from rewards import statements
 
-MOST_BROKEN = 20  # the largest number of brackets in a text that do not begin valid JSON
+JsonContainer = type[dict[str, Any]] | type[list[Any]]
+
+MOST_BROKEN = 20  # a text with more brackets that do not begin valid JSON states nothing
 _BRACKET = re.compile(r"[{\[]")
 _BEGINS_JSON = re.compile(r"\{\s{0,99}[\"}]|\[\s{0,99}[\"{\[]")
 _NOT = re.compile(r"\b(?:not|never|neither|cannot)\b|n't\b|[\u2260\u00ac]", re.I)
@@ -22,8 +24,8 @@ def _wrap_number(digits: str) -> tuple[Decimal]:
     return (Decimal(digits),)
 
 
-# Each number becomes a tuple with one element, because otherwise 1 would equal true. The function
-# int raises an error for NaN, which is not valid JSON.
+# Each number becomes a tuple with one element, because otherwise 1 would equal true. `int`
+# raises an error for NaN, which is not valid JSON.
 _DECODER = json.JSONDecoder(parse_int=_wrap_number, parse_float=_wrap_number, parse_constant=int)
 
 
@@ -41,38 +43,37 @@ def read_object_or_list(text: str) -> Any:
     return value if isinstance(value, (dict, list)) else None
 
 
-def is_same_json(gold: str, statement: str) -> bool:
-    """Whether a statement contains the right JSON object or list; the order of keys is ignored."""
+def states_same_json(gold: str, statement: str) -> bool:
+    """Whether the only JSON value in a statement equals the right one, in any order of keys."""
     right = read_object_or_list(gold)
-    return right is not None and right == read_only_json_value(statement, type(right))
+    return right is not None and right == find_single_json_value(statement, type(right))
 
 
-def find_json_statements(gold: str, text: str) -> list[str]:
+def read_json_marks_or_whole_text(gold: str, text: str) -> list[str]:
     """
-    The pieces of a text that may state its answer, for a right answer that is JSON.
+    The pieces of a text that may state the answer, if the right answer is JSON.
 
-    The pieces are the last marked answer with a bracket and its rival guesses, or else the whole
-    text.
+    These are the last marked answer with a bracket and its rival guesses, or else the whole text.
     """
     bracket = "{" if gold.lstrip().startswith("{") else "["
 
     def has_bracket(mark: str) -> bool:
         return bracket in mark
 
-    marks = statements.read_last_mark_and_guesses(text, has_bracket, with_sentence=False)
+    marks = statements.read_last_mark_and_rival_guesses(text, has_bracket, with_sentence=False)
     return marks or [text]
 
 
-def read_only_json_value(text: str, kind: type) -> Any:
+def find_single_json_value(text: str, kind: JsonContainer) -> Any:
     """
     The only JSON object or list that a text states; None if the text states none or several.
 
     An object on lines without other words, or in a Markdown code block, is the answer, and the
     prose around the object is an explanation. An object inside a sentence counts only if the text
-    has no object on lines of its own. An object after "not" is no answer.
+    has no object on lines of its own. An object after "not" is not an answer.
     kind: dict or list.
     """
-    values = _find_json_values(text, kind)
+    values = _find_json_values_and_if_alone(text, kind)
     if values is None:
         return None
     alone = [value for value, stands_alone in values if stands_alone]
@@ -80,7 +81,7 @@ def read_only_json_value(text: str, kind: type) -> Any:
     return stated[0] if len(stated) == 1 and isinstance(stated[0], kind) else None
 
 
-def _find_json_values(text: str, kind: type) -> list[tuple[Any, bool]] | None:
+def _find_json_values_and_if_alone(text: str, kind: JsonContainer) -> list[tuple[Any, bool]] | None:
     """
     The outermost JSON objects and lists in a text, and whether each is on lines of its own.
 
@@ -125,7 +126,7 @@ def _takes_answer_back(text: str) -> bool:
 
 
 def _is_empty_or_footnote(value: Any) -> bool:
-    """Whether a value is no answer, since it is empty or a footnote sign such as [1]."""
+    """Whether a value is not an answer, because it is empty or a footnote mark such as [1]."""
     return not value or (
         isinstance(value, list) and len(value) == 1 and isinstance(value[0], tuple)
     )

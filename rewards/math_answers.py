@@ -3,7 +3,7 @@ Reads the numbers or formulas that a completion states, and tells whether their 
 
 `read_math_answers` tries the rules in the section "What a completion states" of docs/data.md in
 order. The rules that are the same for every kind of answer are in rewards/statements.py.
-`mathematics.find_last_formula` reads the last sentence of a completion.
+`mathematics.find_only_math_in_last_sentence` reads the last sentence of a completion.
 
 This file does not cover the values of numbers (rewards/quantities.py), the comparison of formulas
 (rewards/mathematics.py), or answers that are plain text (rewards/text_answers.py).
@@ -13,14 +13,19 @@ import functools
 import re
 
 from rewards import statements
-from rewards.mathematics import Verdict, compare_mathematics, find_last_formula
-from rewards.mathematics import is_number_or_formula as is_bare_number_or_formula
-from rewards.quantities import LONGEST, is_quantity, is_same_quantity, read_number
+from rewards.mathematics import (
+    VerdictOrFormulaPair,
+    compare_mathematics,
+    find_only_math_in_last_sentence,
+    is_number_or_formula,
+)
+from rewards.quantities import LONGEST, find_only_number, is_quantity, is_same_quantity
 from rewards.statements import last_mark_or_whole_answer, strip_explanation
-from rewards.text_answers import read_text_answers, states_right_text
+from rewards.text_answers import is_or_ends_in_right_text, read_text_answers
 from rewards.texts import DENIAL, fold_for_comparison
 
-_NO_MATH_MARK = re.compile(  # such as "E = h\\nu", "\\text{yes}", "B" or "the pigment"
+# Marked texts without a number, such as "E = h\\nu", "\\text{yes}", "B" or "the pigment"
+_NO_MATH_MARK = re.compile(
     r"[^\d=]*=[^\d=]*|[\s(]*\\text[a-z]*\{[^{}0-9]*\}[\s).]*|"
     r"[\s(]*[^\W\d_]+(?:[ ,'-]+[^\W\d_]+)*[\s).]*"
 )
@@ -30,7 +35,7 @@ _NO_MATH_MARK = re.compile(  # such as "E = h\\nu", "\\text{yes}", "B" or "the p
 
 
 @functools.lru_cache(maxsize=2**16)
-def is_number(answer: str) -> bool:
+def right_answer_is_number(answer: str) -> bool:
     """
     Whether an answer is a number, either alone or with units or at most two words.
 
@@ -40,31 +45,31 @@ def is_number(answer: str) -> bool:
 
 
 @functools.lru_cache(maxsize=2**16)
-def is_number_or_formula(answer: str) -> bool:
+def right_answer_is_number_or_formula(answer: str) -> bool:
     """Whether an answer is a number or a formula; words, dates and codes are not."""
-    return is_bare_number_or_formula(last_mark_or_whole_answer(answer))
+    return is_number_or_formula(last_mark_or_whole_answer(answer))
 
 
 # ---- the comparison of values
 
 
-def compare_values(gold: str, statement: str) -> Verdict:
-    """Whether a statement equals the right answer in value, or in text if the answer is text."""
-    if not is_number_or_formula(gold):
-        return states_right_text(gold, statement)
+def compare_math_or_text(gold: str, statement: str) -> VerdictOrFormulaPair:
+    """Compares a statement with the right answer, by value if that is mathematics, else as text."""
+    if not right_answer_is_number_or_formula(gold):
+        return is_or_ends_in_right_text(gold, statement)
     return compare_mathematics(gold, statement)
 
 
-def compare_mark_without_words(gold: str, statement: str) -> Verdict:
+def compare_mark_unless_words_precede(gold: str, statement: str) -> VerdictOrFormulaPair:
     """
     Whether a marked answer has the right value.
 
-    A marked number after words, as in "at least 42", is wrong.
+    A number after words in the mark, as in "at least 42", is wrong.
     """
-    number = read_number(statement)
+    number = find_only_number(statement)
     if number and re.search(r"[^\W\d_]{2}", number.lead):
         return False
-    return compare_values(gold, statement)
+    return compare_math_or_text(gold, statement)
 
 
 # ---- what a completion states
@@ -77,36 +82,36 @@ def read_math_answers(gold: str, text: str) -> list[str]:
     gold: the right answer. If the right answer is neither a number nor a formula, the rules for
     answers that are plain text apply.
     """
-    if not is_number_or_formula(gold):
+    if not right_answer_is_number_or_formula(gold):
         return read_text_answers(gold, text)
-    is_numeric = read_number(gold) is not None
-    marks = statements.read_last_mark_and_guesses(text, _mark_filter(is_numeric))
+    is_numeric = find_only_number(gold) is not None
+    marks = statements.read_last_mark_and_rival_guesses(text, _mark_filter(is_numeric))
     if marks and is_numeric:
-        return [find_last_formula(strip_explanation(mark)) for mark in marks]
+        return [find_only_math_in_last_sentence(strip_explanation(mark)) for mark in marks]
     if marks:
-        return [find_last_formula(mark) for mark in marks]
+        return [find_only_math_in_last_sentence(mark) for mark in marks]
 
     text = statements.remove_marked_answers(text)
-    first = statements.read_first_labelled_statement(
+    first = statements.read_first_labelled_answer(
         text, _is_formula_or_short_number, _are_same_number_or_text
     )
     if first.text is not None:
         return [first.text]
     if first.rest is not None:
-        return [find_last_formula(first.rest)]
+        return [find_only_math_in_last_sentence(first.rest)]
 
-    first_line = statements.split_answer_line_from_explanation(text, is_number)
+    first_line = statements.split_answer_line_from_explanation(text, right_answer_is_number)
     if first_line:
         line, explanation = first_line
-        if not _ends_in_conclusion(explanation):
+        if not _last_number_is_in_conclusion(explanation):
             return [line]
-    return [find_last_formula(text)]
+    return [find_only_math_in_last_sentence(text)]
 
 
-def read_marked_answers(gold: str, text: str) -> list[str]:
+def read_last_math_mark_and_guesses(gold: str, text: str) -> list[str]:
     """The last marked answer in a text, and other marked answers if they are rival guesses."""
-    is_numeric = is_number_or_formula(gold) and read_number(gold) is not None
-    return statements.read_last_mark_and_guesses(
+    is_numeric = right_answer_is_number_or_formula(gold) and find_only_number(gold) is not None
+    return statements.read_last_mark_and_rival_guesses(
         text, _mark_filter(is_numeric), with_sentence=False
     )
 
@@ -124,22 +129,22 @@ def _may_marked_text_be_mathematics(marked_text: str) -> bool:
 
 def _is_formula_or_short_number(value: str) -> bool:
     """Whether a text is a formula, or is a number with at most two words after it."""
-    number = read_number(value)
-    if number and len(number.measure.words) <= 2 and not number.lead.strip(" $"):
+    number = find_only_number(value)
+    if number and len(number.units_and_words.words) <= 2 and not number.lead.strip(" $"):
         return True
-    return bool(re.search(r"[0-9\\]", value)) and is_number_or_formula(value)
+    return bool(re.search(r"[0-9\\]", value)) and right_answer_is_number_or_formula(value)
 
 
 def _are_same_number_or_text(first: str, second: str) -> bool:
-    """Whether two texts state the same number, or are the same if they state no numbers."""
-    first_number = read_number(first)
-    second_number = read_number(second)
+    """Whether two texts state the same number, or are the same text if they state no number."""
+    first_number = find_only_number(first)
+    second_number = find_only_number(second)
     if first_number and second_number:
         return is_same_quantity(first_number, second_number)
     return fold_for_comparison(first) == fold_for_comparison(second)
 
 
-def _ends_in_conclusion(text: str) -> bool:
+def _last_number_is_in_conclusion(text: str) -> bool:
     """Whether the last sentence with a number is a conclusion such as "So she has 42."."""
     sentences = statements.split_sentences(text)
     with_numbers = [sentence for sentence in sentences if re.search("[0-9]", sentence)]

@@ -14,20 +14,26 @@ from rewards.quantities import (
     LONGEST,
     WORD,
     Quantity,
+    find_only_number,
     has_prose_word,
     is_quantity,
     is_same_quantity,
-    read_number,
-    replace_vulgar_fractions,
+    vulgar_fractions_to_latex,
 )
 from rewards.texts import DENIAL, normalize_unicode, superscripts_to_carets
-from rewards.units import Measure, is_same_measure, read_measure, units_of_spelling
+from rewards.units import (
+    UnitsAndWords,
+    possible_units_of_spelling,
+    read_units_and_words,
+    units_and_words_agree,
+)
 from sandbox.workers import WorkerPool
 
-Verdict = bool | tuple[str, str]  # a pair of formulas is still to be compared by a worker
+# A worker must still compare a pair of formulas.
+VerdictOrFormulaPair = bool | tuple[str, str]
 
-# The limit on processor time for one answer, in seconds. The slowest answer in the table of the
-# tests takes a fifth of this time.
+# The limit on processor time for one answer, in seconds. The slowest answer in the tests takes a
+# fifth of this time.
 MATH_LIMIT = 1.0
 DEEPEST = 12  # the deepest nesting of brackets and subscripts in a formula
 
@@ -38,7 +44,7 @@ _ENDLESS = re.compile(
     r"(?:\^|\*\*)\s*[({]*\s*-?[0-9]{5,}|"
     r"!\s*!|[0-9]{5,}\s*!|[0-9]{200,}"
 )
-_MISREAD = re.compile(r"[0-9]\s+[0-9]|[0-9]\s*_")  # the grammar would read 3 4 as 7, and 1_2 as 1
+_MISREAD = re.compile(r"[0-9]\s+[0-9]|[0-9]\s*_")  # math-verify would read 3 4 as 7, and 1_2 as 1
 
 # A formula whose value is a single number. A formula of sums and products alone does not match,
 # because it is an unfinished calculation.
@@ -103,14 +109,14 @@ def to_latex(text: str) -> str:
     text = re.sub(r"\^ ?([-+][0-9]+)", r"^{\1}", text)
     text = re.sub(r"\\log_([0-9])(?= ?[0-9])", r"\\log_{\1}", text)  # \log_2 8
     text = _ROOT.sub(r"\1{\2}", text)
-    return _replace_brackets_with_braces(text)
+    return _argument_brackets_to_braces(text)
 
 
 def _replace_symbols_with_latex(text: str) -> str:
-    """A text with Unicode symbols rewritten in LaTeX, as \\pi for \u03c0 and x^2 for x\u00b2."""
+    """A text with its Unicode symbols in LaTeX, such as \\pi for \u03c0 and x^2 for x\u00b2."""
     if text.isascii():
         return text
-    text = replace_vulgar_fractions(superscripts_to_carets(text))
+    text = vulgar_fractions_to_latex(superscripts_to_carets(text))
     return _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)
 
 
@@ -118,9 +124,9 @@ def _to_latex_function_name(match: re.Match[str]) -> str:
     return f"\\{match[1]}" if match[2] or match[1] != "pi" else "\\pi "
 
 
-def _replace_brackets_with_braces(text: str) -> str:
+def _argument_brackets_to_braces(text: str) -> str:
     """A text with braces in place of the round brackets of roots, fractions and powers."""
-    ends = _match_brackets(text)
+    ends = _match_round_brackets(text)
     characters = list(text)
     for match in _BEFORE_BRACKETS.finditer(text):
         begin = match.end()
@@ -136,8 +142,8 @@ def _replace_brackets_with_braces(text: str) -> str:
     return "".join(characters)
 
 
-def _match_brackets(text: str) -> dict[int, int]:
-    """A mapping from the index of each opening bracket to the index of its closing bracket."""
+def _match_round_brackets(text: str) -> dict[int, int]:
+    """A mapping from the index of each opening round bracket to that of its closing bracket."""
     open_places: list[int] = []
     ends = {}
     for place, character in enumerate(text):
@@ -148,20 +154,20 @@ def _match_brackets(text: str) -> dict[int, int]:
     return ends
 
 
-def _split_off_units(formula: str) -> tuple[str, Measure]:
+def _split_off_units(formula: str) -> tuple[str, UnitsAndWords]:
     """The formula without the units after it, and the units."""
     match = _MEASURE.search(formula)
     if not match or not match.start():
-        return formula, Measure((), ())
+        return formula, UnitsAndWords((), ())
     in_latex, plain_word, power = match.groups()
-    if plain_word and not units_of_spelling(plain_word):
-        return formula, Measure((), ())
+    if plain_word and not possible_units_of_spelling(plain_word):
+        return formula, UnitsAndWords((), ())
     unit = in_latex or plain_word or ""
     if power and not unit:  # x^2\text{}^2
-        return formula, Measure((), ())
+        return formula, UnitsAndWords((), ())
     spelling = unit + (power or "")
     braces = "[{} ]" if plain_word else "[{}]"
-    return formula[: match.start()], read_measure(re.sub(braces, "", spelling))
+    return formula[: match.start()], read_units_and_words(re.sub(braces, "", spelling))
 
 
 # ---- which answers are mathematics
@@ -196,27 +202,27 @@ def formula_worker_pool() -> WorkerPool:
     return WorkerPool(target, (), num=min(4, os.cpu_count() or 1), limit=MATH_LIMIT, sealed=True)
 
 
-def compare_mathematics(gold: str, statement: str) -> Verdict:
+def compare_mathematics(gold: str, statement: str) -> VerdictOrFormulaPair:
     """
     Whether two answers are equal, or, if a worker must still compare them, their two formulas.
 
     The units must agree if both answers have units.
     """
-    right = read_number(gold)
-    stated = read_number(statement)
+    right = find_only_number(gold)
+    stated = find_only_number(statement)
     if right and stated:
         return is_same_quantity(right, stated)
     if not statement or len(statement) > LONGEST:
         return False
-    gold_formula, gold_measure = _split_off_units(to_latex(gold))
-    formula, measure = _split_off_units(to_latex(statement))
+    gold_formula, gold_units = _split_off_units(to_latex(gold))
+    formula, units = _split_off_units(to_latex(statement))
     if right:
-        gold_formula = _quantity_to_latex(right)
-        gold_measure = right.measure
+        gold_formula = _quantity_to_latex_without_units(right)
+        gold_units = right.units_and_words
     if stated:
-        formula = _quantity_to_latex(stated)
-        measure = stated.measure
-    if not is_same_measure(gold_measure, measure):
+        formula = _quantity_to_latex_without_units(stated)
+        units = stated.units_and_words
+    if not units_and_words_agree(gold_units, units):
         return False
     if formula == gold_formula:
         return True
@@ -249,7 +255,7 @@ def _is_too_deep(formula: str) -> bool:
     return formula.count("_") > DEEPEST
 
 
-def _quantity_to_latex(quantity: Quantity) -> str:
+def _quantity_to_latex_without_units(quantity: Quantity) -> str:
     top = quantity.value.numerator
     bottom = quantity.value.denominator
     value = str(top) if bottom == 1 else f"\\frac{{{top}}}{{{bottom}}}"
@@ -260,17 +266,18 @@ _SENTENCE_END = re.compile(r"\n|(?<=[.!?])(?<!\bRs\.)(?<!\b(?:sq|cu)\.)[*)\"']*(
 _IN_DOLLARS = re.compile(r"[A-Za-z ,:*]*\$+([^$]+)\$+[ .,:*]*")
 
 
-def find_last_formula(text: str) -> str:
+def find_only_math_in_last_sentence(text: str) -> str:
     """
-    The only number or formula in the last sentence of a text that contains one.
+    The number or formula in the last sentence that has one.
 
-    The result is "" if the sentence contains several formulas, is a denial or is a question.
+    If the sentence states a single number, the whole sentence is returned. The result is "" if the
+    sentence contains several formulas, is a denial or is a question.
     """
-    sentence = _last_sentence_with_formula(_replace_symbols_with_latex(text))
+    sentence = _last_math_or_last_sentence(_replace_symbols_with_latex(text))
     is_question = sentence.rstrip("*)\"' ").endswith("?")
     if len(sentence) > LONGEST or is_question or DENIAL.search(sentence):
         return ""
-    if read_number(sentence):
+    if find_only_number(sentence):
         return sentence
     sign = r"[0-9=+*/^\\$]|(?<!')\b[b-z]\b"
     parts = [part for part in WORD.split(sentence) if re.search(sign, part)]
@@ -285,7 +292,7 @@ def find_last_formula(text: str) -> str:
     return formula.strip(" .,:*") if is_apart else ""
 
 
-def _last_sentence_with_formula(text: str) -> str:
+def _last_math_or_last_sentence(text: str) -> str:
     """The last sentence with a number or a LaTeX command; else the last sentence of the text."""
     sentences = [part for part in _SENTENCE_END.split(text) if part.strip()]
     with_formulas = [part for part in sentences if re.search(r"[0-9]|\\[A-Za-z]{2}", part)]

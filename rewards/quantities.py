@@ -1,8 +1,8 @@
 """
 Reads numbers with units, as people and models write them, and tells whether two are equal.
 
-The values of numbers are exact fractions. Only fractions, mixed numbers and powers of ten are
-calculated.
+The values of numbers are exact fractions. Fractions, mixed numbers and powers of ten are
+calculated; other arithmetic is not.
 
 This file does not cover numbers written as words, rounding, unit conversions, or which part of a
 completion is its answer (rewards/math_answers.py).
@@ -15,7 +15,12 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from rewards.texts import normalize_unicode, superscripts_to_carets
-from rewards.units import Measure, is_same_measure, read_measure, units_of_spelling
+from rewards.units import (
+    UnitsAndWords,
+    possible_units_of_spelling,
+    read_units_and_words,
+    units_and_words_agree,
+)
 
 LONGEST = 400  # the largest number of characters in a statement
 
@@ -51,8 +56,8 @@ _REWRITES: tuple[tuple[str, str], ...] = (
 _COMPILED = [(re.compile(pattern), new) for pattern, new in _REWRITES]
 
 
-def replace_vulgar_fractions(text: str) -> str:
-    """A text with vulgar fractions rewritten in LaTeX, as \\frac{1}{2} for \u00bd."""
+def vulgar_fractions_to_latex(text: str) -> str:
+    """A text with vulgar fractions rewritten in LaTeX, such as \\frac{1}{2} for \u00bd."""
     if text.isascii():
         return text
     return re.sub(r"[\u00bc-\u00be\u2150-\u215e\u2189]", _vulgar_fraction_to_latex, text)
@@ -64,13 +69,13 @@ def _vulgar_fraction_to_latex(match: re.Match[str]) -> str:
 
 
 @functools.lru_cache(maxsize=2**12)
-def remove_math_markup(text: str) -> str:
+def strip_markup_and_left_sides(text: str) -> str:
     """
-    A short text without LaTeX and Markdown, and without left sides of equations.
+    A short text without LaTeX and Markdown, and without the left sides of equations.
 
     For example, "6 * 7 = 42" becomes "42".
     """
-    text = replace_vulgar_fractions(superscripts_to_carets(normalize_unicode(text)))
+    text = vulgar_fractions_to_latex(superscripts_to_carets(normalize_unicode(text)))
     for pattern, new in _COMPILED:
         text = pattern.sub(new, text)
     return text
@@ -85,7 +90,7 @@ WORD = re.compile(  # a word of prose, as opposed to part of a formula
 
 def has_prose_word(text: str) -> bool:
     """Whether a text contains a word of prose, as opposed to letters in a formula."""
-    return bool(WORD.search(remove_math_markup(text)))
+    return bool(WORD.search(strip_markup_and_left_sides(text)))
 
 
 # ---- digits
@@ -167,33 +172,31 @@ _FORMULA_BEHIND = re.compile(
     rf" ?[-*]? ?\(? ?(?:pi\b|{_FUNCTIONS}(?![a-z])(?= ?(?:\(|[0-9]|[A-Za-z]\b)))"
 )
 _NAME = re.compile(r"(?<![A-Za-z0-9])([A-Za-z][0-9]{0,2}) ?= ?$")
-_IN_BRACKETS = re.compile(
-    r"(?<![A-Za-z])[(\[{]\s*-?[0-9]+,[0-9]+\s*[)\]}]"
-)  # a pair, an interval or a set
+# a pair, an interval or a set
+_IN_BRACKETS = re.compile(r"(?<![A-Za-z])[(\[{]\s*-?[0-9]+,[0-9]+\s*[)\]}]")
 
 
 class Quantity(NamedTuple):
     """A number as a text states it, with its units and the words around it."""
 
     value: Fraction
-    measure: Measure
+    units_and_words: UnitsAndWords
     name: str  # the x in "x = 5"
     lead: str  # the text before the number
     is_glued: bool  # whether a capital directly follows the last digit, as in the code "5B"
 
 
 @functools.lru_cache(maxsize=2**12)
-def read_number(text: str) -> Quantity | None:
+def find_only_number(text: str) -> Quantity | None:
     """
     The only number that a short text states; None if the text states no number or several.
 
-    Texts that state one number are, for example, "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%"
-    and "There are 7.".
-    The result is also None if the number is only part of a root, a bound or a power.
+    For example, "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%" and "There are 7." state one
+    number each. The result is also None if the number is only part of a root, a bound or a power.
     """
     if len(text) > LONGEST:
         return None
-    plain = remove_math_markup(text)
+    plain = strip_markup_and_left_sides(text)
     if WORD.search(plain):
         plain = plain.rstrip("! ")  # in a text without words, "!" means a factorial
     matches = list(_NUMBER.finditer(plain))
@@ -202,22 +205,26 @@ def read_number(text: str) -> Quantity | None:
     match = matches[0]
     lead = plain[: match.start()]
     rest = plain[match.end() :]
-    value = _value_of_match(match)
-    if value is None or not _lead_keeps_value(lead, match) or not _rest_keeps_value(rest):
+    value = _value_of_number_match(match)
+    if (
+        value is None
+        or not _text_before_keeps_value(lead, match)
+        or not _text_after_keeps_value(rest)
+    ):
         return None
     if "," in match[0] and _IN_BRACKETS.search(re.sub(r"\\(?:left|right)", "", text)):
         return None
     name = _NAME.search(lead)
     return Quantity(
         value=value,
-        measure=read_measure(_first_clause(rest), match["money"]),
+        units_and_words=read_units_and_words(_first_clause(rest), match["money"]),
         name=name[1].casefold() if name else "",
         lead=lead,
         is_glued=bool(re.match("[A-Z]", rest)),
     )
 
 
-def _value_of_match(match: re.Match[str]) -> Fraction | None:
+def _value_of_number_match(match: re.Match[str]) -> Fraction | None:
     if match["ten"]:
         value = Fraction(10) ** int(match["tens"])
     else:
@@ -238,7 +245,7 @@ def _value_of_match(match: re.Match[str]) -> Fraction | None:
     return -value if is_negative else value
 
 
-def _lead_keeps_value(lead: str, match: re.Match[str]) -> bool:
+def _text_before_keeps_value(lead: str, match: re.Match[str]) -> bool:
     """
     Whether the text before a number leaves the value of the number unchanged.
 
@@ -251,22 +258,20 @@ def _lead_keeps_value(lead: str, match: re.Match[str]) -> bool:
     return not _ENDS_IN_FORMULA.search(lead)
 
 
-def _rest_keeps_value(rest: str) -> bool:
+def _text_after_keeps_value(rest: str) -> bool:
     """Whether the text after a number leaves its value unchanged, as units and prose do."""
     if not _AFTER.fullmatch(rest) or _FORMULA_BEHIND.match(rest):
         return False
     letter = re.match(r"( ?)([A-Za-z])(?![A-Za-z])", rest)
     if letter and not letter[1] and letter[2] not in _GLUED:
         return False
-    if (
-        letter and letter[1] and letter[2] not in "aAI" and units_of_spelling(letter[2]) is None
-    ):  # 5 x
+    is_after_space = letter and letter[1] and letter[2] not in "aAI"
+    if letter and is_after_space and possible_units_of_spelling(letter[2]) is None:  # 5 x
         return False
     if re.match(r" ?[A-Za-ln-z] ?\^ ?\+?[2-9]", rest):  # 5t^2
         return False
-    return not re.match(
-        r" ?(?:[-*/] ?\(?|\() ?[A-Za-z](?![A-Za-z])", rest
-    )  # for example, 5 - g, 5/s or 5(x)
+    # for example, 5 - g, 5/s or 5(x)
+    return not re.match(r" ?(?:[-*/] ?\(?|\() ?[A-Za-z](?![A-Za-z])", rest)
 
 
 def _first_clause(text: str) -> str:
@@ -277,15 +282,17 @@ def is_same_quantity(right: Quantity, stated: Quantity) -> bool:
     """
     Whether two quantities have equal values, and equal units and names where both have them.
 
-    If the right answer is a percentage, the fraction with the same value is right too, as 0.28 for
-    28%.
+    If the right answer is a percentage, the fraction with the same value is right too, such as 0.28
+    for 28%.
     """
     if right.name and stated.name and right.name != stated.name:
         return False
     if right.value == stated.value:
-        return is_same_measure(right.measure, stated.measure)
-    is_percentage = [unit for unit, _ in right.measure.powers] == [units_of_spelling("%")]
-    return is_percentage and not stated.measure and right.value == 100 * stated.value
+        return units_and_words_agree(right.units_and_words, stated.units_and_words)
+    is_percentage = [unit for unit, _ in right.units_and_words.powers] == [
+        possible_units_of_spelling("%")
+    ]
+    return is_percentage and not stated.units_and_words and right.value == 100 * stated.value
 
 
 # ---- numbers among right answers
@@ -304,16 +311,19 @@ def is_quantity(answer: str) -> bool:
     space, so "5 V" is a number and "5B" is a code. A longer word with a capital after the digits,
     as in "4 July", must be a unit.
     """
-    number = read_number(answer)
+    number = find_only_number(answer)
     if number is None or number.lead.strip(" $"):
         return False
-    most_words = 1 if number.measure.powers else 2
-    if len(number.measure.words) > most_words:
+    most_words = 1 if number.units_and_words.powers else 2
+    if len(number.units_and_words.words) > most_words:
         return False
-    plain = remove_math_markup(answer).strip(" .")
+    plain = strip_markup_and_left_sides(answer).strip(" .")
     capitals = re.search(r"[0-9] ?([A-Z][A-Za-z]*)", plain)
     if capitals:
-        is_unit = units_of_spelling(capitals[1]) is not None or read_measure(capitals[1]).powers
+        is_unit = (
+            possible_units_of_spelling(capitals[1]) is not None
+            or read_units_and_words(capitals[1]).powers
+        )
         is_code = number.is_glued and len(capitals[1]) == 1
         is_name = bool(re.match("[A-Z][a-z]", capitals[1])) and not is_unit  # 4 July
         if is_code or is_name or (number.is_glued and not is_unit):

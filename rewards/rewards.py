@@ -19,7 +19,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ LARGEST_REWARD = 1e15  # the square of a larger reward may overflow float32
 
 
 class LoggedValues(NamedTuple):
-    """The values that rewards logged with `log_metric` and `log_extra`, as they may in TRL."""
+    """The values that rewards logged with `log_metric` and `log_extra`, as in TRL."""
 
     metrics: dict[str, list[float]]
     extra: dict[str, list[Any]]  # each a column with one value per completion
@@ -68,10 +68,12 @@ class LoggedValues(NamedTuple):
 
 class UserReward:
     """
-    A user's reward function, which is called with the same arguments as in TRL; see `call_reward`.
+    A user's reward function, which is called with the same arguments as in TRL.
+
+    `call_reward_on_rank0` explains the arguments.
 
     messages: whether the function takes chat messages, as in TRL, rather than text. The value is
-    None until `call_and_check_reward` has found out.
+    None until `call_reward_on_this_rank` has found out.
     state: the argument `trainer_state` of the function, in which `global_step` is the number of
     finished steps, and `max_steps` is the number of steps of the run.
     logged: the values that the latest call of the function passed to `log_metric` and `log_extra`.
@@ -87,12 +89,12 @@ class UserReward:
 
     def __call__(self, **arguments: Any) -> Any:
         if "prompts" in arguments and self.messages:
-            arguments["prompts"] = [as_messages("user", text) for text in arguments["prompts"]]
+            arguments["prompts"] = [to_chat_messages("user", text) for text in arguments["prompts"]]
         elif "prompts" in arguments:
             arguments["prompts"] = list(map(last_user_text, arguments["prompts"]))
         if "completions" in arguments and self.messages:
             completions = arguments["completions"]
-            arguments["completions"] = [as_messages("assistant", text) for text in completions]
+            arguments["completions"] = [to_chat_messages("assistant", text) for text in completions]
 
         self.logged = LoggedValues({}, {})
         num_rows = max(map(len, arguments.values()), default=0)
@@ -107,26 +109,26 @@ class UserReward:
         return self.fn(**arguments)
 
 
-def as_messages(role: str, text: Any) -> list[dict[str, str]]:
+def to_chat_messages(role: str, prompt_or_completion: Any) -> list[dict[str, str]]:
     """
     A prompt or completion, converted to a list of chat messages.
 
-    A prompt that is already a list of messages stays as it is. A conversation with tools brings its
-    own messages.
+    A prompt that is already a list of messages stays as it is. A completion with tools
+    has an attribute `messages`, and the result is a copy of that list.
     """
-    messages = getattr(text, "messages", None)
+    messages = getattr(prompt_or_completion, "messages", None)
     if messages is not None:
         return list(messages)
-    if isinstance(text, str):
-        return [{"role": role, "content": text}]
-    return text
+    if isinstance(prompt_or_completion, str):
+        return [{"role": role, "content": prompt_or_completion}]
+    return prompt_or_completion
 
 
-def set_step_of_user_rewards(rewards: dict[str, Reward], step: int, steps: int) -> None:
-    """Sets `trainer_state` of users' functions to `step` finished steps out of `steps`."""
+def set_step_of_user_rewards(rewards: dict[str, Reward], step: int, num_steps: int) -> None:
+    """Sets `trainer_state` of users' functions to `step` finished steps out of `num_steps`."""
     for reward in rewards.values():
         if isinstance(reward, UserReward):
-            reward.state = SimpleNamespace(global_step=step, max_steps=steps)
+            reward.state = SimpleNamespace(global_step=step, max_steps=num_steps)
 
 
 def load_reward(spec: str) -> tuple[str, Reward]:
@@ -165,15 +167,15 @@ def call_rewards(
     columns: further arguments of the rewards.
     weights: the weights of the rewards; a reward with weight 0 is only a metric.
 
-    Raises ValueError if a reward returns None for all completions, unless the reward is a metric.
-    No error is raised either if the user's other functions or environments returned a number for
-    each completion, as they may in a run with several tasks. See `call_reward` for other errors.
+    Raises ValueError if a reward other than a metric returns None for all completions, unless each
+    completion got a number from another of the user's functions or environments, as in a run with
+    several tasks. See `call_reward_on_rank0` for other errors.
     """
     all_columns = columns_without_prompts(examples) | columns
     prompts = [example["prompt"] for example in examples]
     values_by_name = {}
     for name, reward in alive.Bar(rewards.items(), desc="reward", unit="reward"):
-        values_by_name[name] = call_reward(name, reward, prompts, completions, all_columns)
+        values_by_name[name] = call_reward_on_rank0(name, reward, prompts, completions, all_columns)
 
     counted = [name for name in values_by_name if weights is None or weights[name]]
     _refuse_rewards_without_numbers(rewards, {name: values_by_name[name] for name in counted})
@@ -216,7 +218,7 @@ def _merge_logged_values(rewards: dict[str, Reward]) -> LoggedValues:
 
 
 def columns_without_prompts(examples: Sequence[Example]) -> dict[str, Sequence[Any]]:
-    """The columns of some examples that all have the same keys, leaving out the prompts."""
+    """The columns of examples that all have the same keys, without the prompts."""
     columns: dict[str, Sequence[Any]] = {}
     for name in examples[0]:
         if name != "prompt":
@@ -227,7 +229,7 @@ def columns_without_prompts(examples: Sequence[Example]) -> dict[str, Sequence[A
 # ---- one reward
 
 
-def call_reward(
+def call_reward_on_rank0(
     name: str,
     fn: Reward,
     prompts: Sequence[Any],
@@ -252,22 +254,21 @@ def call_reward(
     num_rows = len(completions)
     are_equally_long = all(len(column) == num_rows for column in arguments.values())
     assert are_equally_long, "columns of unequal length"
-    from machine import (
-        world,
-    )  # imported here, since it imports MLX, which data and tasks do not need
+    # imported here, since it imports MLX, which data and tasks do not need
+    from machine import world
 
     result: Any = None
     if world.is_first():
-        result = [call_and_check_reward(name, fn, arguments, num_rows)]
+        result = [call_reward_on_this_rank(name, fn, arguments, num_rows)]
         if isinstance(fn, UserReward):
             result += fn.logged
-    values, *logged = world.all_gather(result)[0]
+    values, *logged = world.all_gather(result)[0]  # the result of rank 0
     if isinstance(fn, UserReward):
         fn.logged = LoggedValues(*logged)
     return list(values)
 
 
-def call_and_check_reward(
+def call_reward_on_this_rank(
     name: str, fn: Reward, arguments: dict[str, Any], num_rows: int
 ) -> list[float]:
     """
@@ -275,9 +276,9 @@ def call_and_check_reward(
 
     A user's function is passed text until its first calls show that it needs chat messages, and is
     passed messages from then on. A function needs messages if it fails on text but not on messages
-    (`_retry_error_with_messages`). If the prompts are messages, a function also needs messages if
+    (`_try_messages_after_error`). If the prompts are messages, a function also needs messages if
     its values are all equal for text but differ for messages, since a function may hide its errors
-    (`_retry_equal_values_with_messages`).
+    (`_try_messages_if_values_are_equal`).
     """
     names = select_argument_names(name, fn, [*arguments, *TRAINER])
     chosen = {key: arguments[key] for key in names if key in arguments}
@@ -290,7 +291,7 @@ def call_and_check_reward(
     except (Exception, SystemExit) as error:
         rewards = None
         if isinstance(fn, UserReward):
-            rewards = _retry_error_with_messages(fn, chosen, error)
+            rewards = _try_messages_after_error(fn, chosen, error)
         if rewards is None:
             raise ValueError(f"reward {name} {describe_error_in_function(error, fn)}") from error
     values = _check_reward_values(name, fn, rewards, num_rows)
@@ -298,7 +299,7 @@ def call_and_check_reward(
     if isinstance(fn, UserReward) and fn.messages is None:
         has_messages = any(isinstance(prompt, list) for prompt in arguments["prompts"])
         if has_messages and _num_distinct(values) == 1:
-            return _retry_equal_values_with_messages(fn, chosen, values)
+            return _try_messages_if_values_are_equal(fn, chosen, values)
         fn.messages = False
     return values
 
@@ -307,42 +308,44 @@ def _num_distinct(values: Sequence[float]) -> int:
     return len(set(map(str, values)))  # compared as strings, since nan does not equal nan
 
 
-def _retry_equal_values_with_messages(
-    fn: UserReward, chosen: dict[str, Any], values: list[float]
+def _try_messages_if_values_are_equal(
+    fn: UserReward, arguments: dict[str, Any], text_values: list[float]
 ) -> list[float]:
     """
-    Calls a function with messages, and uses messages from then on if the returned values differ.
+    Calls a function with messages, and uses messages from then on if the values are not all equal.
 
-    values: the equal values that the function returned for text. The values are the result if the
-    function fails on messages or returns equal values again; a later call then retries messages.
+    text_values: the equal values that the function returned for text. They are the result if the
+    function fails on messages or returns equal values again. A later call tries messages again.
     """
     logged = fn.logged
     fn.messages = True
-    message_values = values
+    message_values = text_values
     with contextlib.suppress(Exception, SystemExit):
-        rewards = _call_and_await(fn, chosen)
-        message_values = _check_reward_values(fn.name, fn, rewards, len(values))
+        rewards = _call_and_await(fn, arguments)
+        message_values = _check_reward_values(fn.name, fn, rewards, len(text_values))
     if _num_distinct(message_values) > 1:
         return message_values
     fn.messages = None
     fn.logged = logged
-    return values
+    return text_values
 
 
-def _retry_error_with_messages(fn: UserReward, chosen: dict[str, Any], error: BaseException) -> Any:
+def _try_messages_after_error(
+    fn: UserReward, arguments: dict[str, Any], error: BaseException
+) -> Any | None:
     """
-    Calls a function that failed on text with messages, and uses messages from then on.
+    Calls a function with messages after it failed on text, and uses messages from then on.
 
     Returns None if the function worked in an earlier call, if passing text instead of messages
     cannot be the cause of the error, or if the function fails on messages too.
     """
     if fn.messages is not None:
         return None
-    if isinstance(error, IndexError) and "completions" in chosen:
-        # The IndexError may come from an empty text, and hide the error of the other texts.
-        not_empty = [text or "-" for text in chosen["completions"]]
+    if isinstance(error, IndexError) and "completions" in arguments:
+        # An IndexError may come from an empty text, and hide the error that other texts cause.
+        not_empty = [text or "-" for text in arguments["completions"]]
         try:
-            _call_and_await(fn, chosen | {"completions": not_empty})
+            _call_and_await(fn, arguments | {"completions": not_empty})
         except (Exception, SystemExit) as next_error:
             error = next_error
 
@@ -351,41 +354,41 @@ def _retry_error_with_messages(fn: UserReward, chosen: dict[str, Any], error: Ba
         return None
     fn.messages = True
     try:
-        return _call_and_await(fn, chosen)
+        return _call_and_await(fn, arguments)
     except (Exception, SystemExit):  # the caller reports the error that the function raised on text
         fn.messages = None
         return None
 
 
-def _call_and_await(fn: Reward, chosen: dict[str, Any]) -> Any:
-    # If the function changes the directory, the change is undone, since the run directory may be a
-    # relative path.
+def _call_and_await(fn: Reward, arguments: dict[str, Any]) -> Any:
+    # If the function changes the working directory, this undoes the change, since the run directory
+    # may be a relative path.
     with contextlib.chdir(os.curdir):
-        rewards: Any = fn(**{key: list(values) for key, values in chosen.items()})
+        rewards: Any = fn(**{key: list(values) for key, values in arguments.items()})
         if inspect.isawaitable(rewards):
-            rewards = asyncio.run(await_any(rewards))
+            rewards = asyncio.run(wrap_in_coroutine(rewards))
         return rewards
 
 
-async def await_any(awaitable: Any) -> Any:
-    """Awaits any awaitable in a coroutine, since event loops themselves run only coroutines."""
+async def wrap_in_coroutine(awaitable: Awaitable[Any]) -> Any:
+    """A coroutine that awaits `awaitable`. Event loops run only coroutines, not every awaitable."""
     return await awaitable
 
 
-def _check_reward_values(name: str, fn: Reward, rewards: Any, num_rows: int) -> list[float]:
+def _check_reward_values(name: str, fn: Reward, returned: Any, num_rows: int) -> list[float]:
     """The values that a reward returned, as floats. Raises ValueError if any value is wrong."""
-    if hasattr(rewards, "tolist"):  # an array of any library
-        rewards = rewards.tolist()
-    is_list = isinstance(rewards, (list, tuple))
-    if not is_list or len(rewards) != num_rows:
-        result = f"{len(rewards)} values" if is_list else shorten_value(rewards)
+    if hasattr(returned, "tolist"):  # an array of any library
+        returned = returned.tolist()
+    is_list = isinstance(returned, (list, tuple))
+    if not is_list or len(returned) != num_rows:
+        result = f"{len(returned)} values" if is_list else shorten_value(returned)
         raise ValueError(
             f"reward {name}{file_and_line_suffix(fn)} returned {result}; "
             f"return a list of {num_rows} numbers, one for each completion"
         )
     values = []
-    for row, value in enumerate(rewards):
-        number = to_float_or_nan(value)
+    for row, value in enumerate(returned):
+        number = finite_float_or_nan(value)
         if value is not None and math.isnan(number):
             raise ValueError(
                 f"reward {name}{file_and_line_suffix(fn)} returned {shorten_value(value)} "
@@ -395,7 +398,7 @@ def _check_reward_values(name: str, fn: Reward, rewards: Any, num_rows: int) -> 
     return values
 
 
-def to_float_or_nan(value: Any) -> float:
+def finite_float_or_nan(value: Any) -> float:
     """A reward value as a float; nan unless it is a finite number below `LARGEST_REWARD`."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
@@ -493,10 +496,10 @@ def needs_environment(reward: Reward) -> bool:
     return not set(OF_EPISODES).isdisjoint(inspect.signature(reward).parameters)
 
 
-def reward_argument_names(examples: Sequence[Example], environments: bool = False) -> list[str]:
+def reward_argument_names(examples: Sequence[Example], has_environments: bool = False) -> list[str]:
     """The names of all arguments that a reward may take, given the columns of the examples."""
     names = list(RESERVED)
-    if environments:
+    if has_environments:
         names += OF_EPISODES
     names += [name for name in examples[0] if name != "prompt"]
     return names

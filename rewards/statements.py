@@ -4,12 +4,12 @@ Finds the piece of a completion that states its answer.
 
 The rules apply in the order below, and docs/data.md has a row with an example for each rule.
 
-- `strip_thoughts` removes thoughts, since a thought states nothing.
-- `read_last_mark_and_guesses` reads the last marked answer, which is in a box, after `####`, in an
-  `<answer>` tag, or in a last line after "Answer:". The marked answer must be of the requested
-  kind. `find_answer_line` and `find_answer_sentence` read the last line, and `_are_rival_guesses`
-  finds out whether two marked answers are only guesses.
-- `read_first_labelled_statement` reads the answer after a label such as "The answer is", in the
+- `strip_thoughts` removes thoughts, since a thought states no answer.
+- `read_last_mark_and_rival_guesses` reads the last marked answer: in a box, after `####`, in an
+  `<answer>` tag, or after "Answer:" in the last line. The marked answer must be of the requested
+  kind. `find_labelled_answer_in_last_line` and `find_answer_sentence_in_last_line` read the last
+  line. `_are_rival_guesses` finds out whether two marked answers are only guesses.
+- `read_first_labelled_answer` reads the answer after a label such as "The answer is", in the
   first sentence that has such a label. The rest of the text may explain this answer
   (`split_off_explanation`), take the answer back (`takes_answer_back`), or leave it open
   (`allows_second_answer`, `suggests_second_answer`).
@@ -31,7 +31,7 @@ from rewards.texts import normalize_unicode
 
 IsAnswer = Callable[[str], object]  # whether a text is an answer of the requested kind
 
-LONGEST_LINE = 400  # a line or sentence with more characters states nothing
+LONGEST_LINE = 400  # a line or sentence with more characters states no answer
 
 
 def accept_any_text(_: str) -> bool:
@@ -82,7 +82,7 @@ def strip_thoughts(text: str) -> str:
     return text[begin:end].strip() if has_thoughts else text
 
 
-def open_thought_text(prompt: str) -> str:
+def unclosed_thought_in_prompt(prompt: str) -> str:
     """
     The thought that a rendered prompt leaves open, with its opening tag; "" if there is none.
 
@@ -272,12 +272,11 @@ def takes_answer_back(sentence: str) -> bool:
     return may_take_answer_back(sentence) and bool(_TAKES_BACK.search(sentence))
 
 
-def opens_correction(sentence: str) -> bool:
+def opens_with_correction_word(sentence: str) -> bool:
     """
     Whether a sentence opens with a word of correction, such as "Actually" or "No".
 
-    A sentence with a word of correction at its beginning corrects an earlier answer only if the
-    sentence names another answer.
+    Such a sentence corrects an earlier answer only if it also names another answer.
     """
     return bool(re.match(OPENS_CORRECTION, sentence, re.IGNORECASE))
 
@@ -357,7 +356,7 @@ def split_sentences(text: str) -> list[str]:
     return [sentence for sentence in sentences if sentence.strip()]
 
 
-def nonempty_lines(text: str) -> list[str]:
+def nonempty_lines_without_fences(text: str) -> list[str]:
     """The lines of a text, without empty lines and the backtick lines around code blocks."""
     return [line for line in text.split("\n") if line.strip(" `")]
 
@@ -383,9 +382,8 @@ def find_boxes(text: str) -> list[MarkedAnswer]:
     if "\\boxed" not in text and "\\fbox" not in text:
         return boxes
     depth = 0
-    box: tuple[int, int, int] | None = (
-        None  # the depth and start of the open box, and the start of its content
-    )
+    # the depth and start of the open box, and the start of its content
+    box: tuple[int, int, int] | None = None
     for match in re.finditer(r"\\(?:boxed|fbox)\s?\{|\\[{}]|[{}]", text):
         if match[0] == "}":
             depth -= 1
@@ -400,11 +398,11 @@ def find_boxes(text: str) -> list[MarkedAnswer]:
     return [mark for mark in boxes if mark.text]
 
 
-def find_hashed_lines(text: str) -> list[MarkedAnswer]:
+def find_hash_marked_answers(text: str) -> list[MarkedAnswer]:
     """
     The answers in lines such as "#### 42".
 
-    A line such as "#### Plan" is a heading and no answer, unless it is the last line of the text.
+    A line such as "#### Plan" is a heading, not an answer, unless it is the last line of the text.
     """
     lines: list[MarkedAnswer] = []
     if "####" not in text:
@@ -426,9 +424,9 @@ def find_answer_tags(text: str) -> list[MarkedAnswer]:
     ]
 
 
-def find_answer_line(text: str) -> list[MarkedAnswer]:
+def find_labelled_answer_in_last_line(text: str) -> list[MarkedAnswer]:
     """
-    The answer in the last line, if that line consists of a label such as "Answer:" and an answer.
+    The answer in the last line, if that line is a label such as "Answer:" followed by an answer.
 
     The label may be in one of several languages, and may have Markdown around it.
     """
@@ -444,12 +442,12 @@ def find_answer_line(text: str) -> list[MarkedAnswer]:
     return [MarkedAnswer(value, begin, len(text))]
 
 
-def find_answer_sentence(text: str) -> list[MarkedAnswer]:
+def find_answer_sentence_in_last_line(text: str) -> list[MarkedAnswer]:
     """
     The answer in the last line, if that line is a sentence such as "The answer is 42.".
 
-    A sentence of this form is no marked answer, but `read_last_mark_and_guesses` prefers it to an
-    earlier box.
+    Such a sentence is not a marked answer, but `read_last_mark_and_rival_guesses` prefers it to a
+    box before it.
     """
     text = text.rstrip()
     begin = text.rfind("\n") + 1
@@ -474,8 +472,8 @@ def find_marked_answers(text: str) -> tuple[MarkedAnswer, ...]:
     A last line that begins with "Answer:" does not count if it contains another marked answer, such
     as a box.
     """
-    marks = find_boxes(text) + find_hashed_lines(text) + find_answer_tags(text)
-    line = find_answer_line(text)
+    marks = find_boxes(text) + find_hash_marked_answers(text) + find_answer_tags(text)
+    line = find_labelled_answer_in_last_line(text)
     if line and not any(mark.end > line[0].begin for mark in marks):
         marks += line
     return tuple(sorted(marks, key=lambda mark: mark.begin))
@@ -486,7 +484,7 @@ def boxed_texts(text: str) -> list[str]:
     return [mark.text for mark in find_boxes(text)]
 
 
-def marked_texts(text: str) -> list[str]:
+def marked_texts_outside_thoughts(text: str) -> list[str]:
     """
     The content of all marked answers in a text outside its thoughts.
 
@@ -499,12 +497,12 @@ def marked_texts(text: str) -> list[str]:
 def last_mark_or_whole_answer(answer: str) -> str:
     """The last marked answer in a right answer, or the whole right answer if it has no mark."""
     text = normalize_unicode(strip_thoughts(answer)).strip() or normalize_unicode(answer).strip()
-    marks = marked_texts(text)
+    marks = marked_texts_outside_thoughts(text)
     return marks[-1] if marks else text
 
 
 def remove_marked_answers(text: str) -> str:
-    """A text without its marked answers, for use when none of them is of the requested kind."""
+    """A text without its marked answers. Callers use it if no mark is of the requested kind."""
     pieces = []
     end = 0
     for mark in find_marked_answers(text):
@@ -515,7 +513,7 @@ def remove_marked_answers(text: str) -> str:
     return "".join(pieces)
 
 
-def read_last_mark_and_guesses(
+def read_last_mark_and_rival_guesses(
     text: str, is_answer: IsAnswer, *, with_sentence: bool = True
 ) -> list[str]:
     """
@@ -530,7 +528,11 @@ def read_last_mark_and_guesses(
     if not marks:
         return []
     last = marks.pop()
-    sentence = find_answer_sentence(text) if with_sentence and "\n" in text[last.end :] else []
+    sentence = (
+        find_answer_sentence_in_last_line(text)
+        if with_sentence and "\n" in text[last.end :]
+        else []
+    )
     if sentence and is_answer(sentence[0].text) and last.text not in sentence[0].text:
         marks.append(last)
         last = sentence[0]
@@ -572,25 +574,25 @@ def _line_part_before(text: str, mark: MarkedAnswer) -> str:
 # ---- statements after labels
 
 
-class LabelledStatement(NamedTuple):
+class LabelledAnswerOrRest(NamedTuple):
     """The answer after a label, and the rest of the text if that answer was taken back."""
 
     text: str | None  # None if no sentence has a label, or if its answer was taken back
     rest: str | None = None  # None if no answer was taken back
 
 
-def read_first_labelled_statement(
+def read_first_labelled_answer(
     text: str, is_answer: IsAnswer, is_same: Callable[[str, str], bool]
-) -> LabelledStatement:
+) -> LabelledAnswerOrRest:
     """
     The answer in the first sentence with a label such as "The answer is".
 
     The rest of the text explains the answer. If a later sentence takes the answer back, the text
-    from that sentence on counts instead. The statement is "" if the rest leaves the answer open, or
-    if the rest labels a different answer in a sentence that is no conclusion.
+    from that sentence on counts instead. The answer is "" if the rest leaves it open, or labels a
+    different answer in a sentence that is not a conclusion.
     """
     if not has_word_for_answer(text):
-        return LabelledStatement(None)
+        return LabelledAnswerOrRest(None)
     stated: str | None = None
     rest: str | None = None
     sentences = split_sentences(join_labels_with_next_lines(text))
@@ -601,12 +603,12 @@ def read_first_labelled_statement(
         if stated is not None:
             has_another = names_other_answer(sentence, stated)
             if (may_be_taken_back and takes_answer_back(sentence)) or (
-                has_another and opens_correction(sentence)
+                has_another and opens_with_correction_word(sentence)
             ):
                 stated = None
                 rest = "\n".join(sentences[place:])
             elif has_another and suggests_second_answer(sentence):
-                return LabelledStatement("")
+                return LabelledAnswerOrRest("")
         value = _read_labelled_answer(sentence, is_answer)
         if value is None:
             continue
@@ -618,8 +620,8 @@ def read_first_labelled_statement(
             stated = value
             rest = None
         elif not is_same(stated, value):
-            return LabelledStatement("")
-    return LabelledStatement(stated, rest)
+            return LabelledAnswerOrRest("")
+    return LabelledAnswerOrRest(stated, rest)
 
 
 def _read_labelled_answer(sentence: str, is_answer: IsAnswer) -> str | None:
@@ -663,7 +665,7 @@ def split_answer_line_from_explanation(text: str, is_answer: IsAnswer) -> tuple[
     first, _, rest = text.strip().partition("\n")
     if not rest.strip() or len(first) > LONGEST_LINE or is_question(first) or not is_answer(first):
         return None
-    for line in nonempty_lines(rest):
+    for line in nonempty_lines_without_fences(rest):
         is_prose = re.match(r"\s*\S+(?:\s+\S+){3}", line) or re.search(
             r"[.!:][\s*_`]*$", line[-20:]
         )
@@ -673,7 +675,7 @@ def split_answer_line_from_explanation(text: str, is_answer: IsAnswer) -> tuple[
     for sentence in split_sentences(rest):
         if (
             (may_be_taken_back and takes_answer_back(sentence))
-            or opens_correction(sentence)
+            or opens_with_correction_word(sentence)
             or suggests_second_answer(sentence)
         ):
             return None
@@ -695,7 +697,7 @@ def read_opening_answer_sentence(text: str, is_answer: IsAnswer) -> str:
         if (
             names_another
             or takes_answer_back(part)
-            or opens_correction(part)
+            or opens_with_correction_word(part)
             or suggests_second_answer(part)
         ):
             return ""

@@ -34,7 +34,7 @@ _REPORT = re.compile(
 # ---- the comparison of texts
 
 
-def states_right_text(gold: str, statement: str) -> bool:
+def is_or_ends_in_right_text(gold: str, statement: str) -> bool:
     """Whether a statement, its last line, or the end of its last sentence is the right answer."""
     folded_gold = fold_for_comparison(gold)
     if _is_short_enough_to_compare(statement, gold) and folded_gold == fold_for_comparison(
@@ -83,14 +83,15 @@ def _sentence_ends_in_answer(line: str, folded_gold: str) -> bool:
 
 def read_text_answers(gold: str, text: str) -> list[str]:
     """
-    The pieces of a completion that state its answer, for a right answer that is plain text.
+    The pieces of a completion that state its answer, if the right answer is plain text.
 
-    Each piece that states an answer must be right. The right answer, `gold`, determines what an
-    answer in the first line must look like, and how long a completion that is compared as a whole
-    may be.
+    The completion is right only if each piece is right.
+
+    gold: the right answer. An answer in the first line must have the same form. Only a completion
+    that is not much longer than `gold` is compared as a whole.
     """
     can_cut = not split_off_explanation(gold)[1]  # in "Paris (Texas)", the bracket must stay
-    marks = statements.read_last_mark_and_guesses(text, statements.accept_any_text)
+    marks = statements.read_last_mark_and_rival_guesses(text, statements.accept_any_text)
     if marks and can_cut:
         return [strip_explanation(mark) for mark in marks]
     if marks:
@@ -101,7 +102,7 @@ def read_text_answers(gold: str, text: str) -> list[str]:
     ):
         return [text]
 
-    first = statements.read_first_labelled_statement(
+    first = statements.read_first_labelled_answer(
         text, statements.accept_any_text, _are_equal_when_folded
     )
     if first.text is not None:
@@ -110,27 +111,27 @@ def read_text_answers(gold: str, text: str) -> list[str]:
         return [first.rest]
 
     first_line = statements.split_answer_line_from_explanation(
-        text, lambda line: _looks_like_answer(line, gold)
+        text, lambda line: _has_form_of_right_answer(line, gold)
     )
     if first_line:
         return [first_line[0]]
-    if states_right_text(gold, text):
+    if is_or_ends_in_right_text(gold, text):
         return [text]
 
-    sentence = _first_sentence_if_right(text, gold) or _read_only_bold_piece(text)
-    return [sentence or _last_line_without_explanation(text) or text]
+    sentence = _first_sentence_if_right(text, gold) or _read_single_bold_answer(text)
+    return [sentence or _last_line_answer_if_explained(text) or text]
 
 
 def _are_equal_when_folded(first: str, second: str) -> bool:
     return fold_for_comparison(first) == fold_for_comparison(second)
 
 
-def _looks_like_answer(line: str, gold: str) -> bool:
+def _has_form_of_right_answer(line: str, gold: str) -> bool:
     """
-    Whether a line looks like the right answer, and therefore counts as an answer.
+    Whether a line has the form of the right answer, and therefore counts as an answer.
 
-    A line that looks like the right answer is no heading, and has no more words than the right
-    answer. The line contains digits, and begins with a capital, exactly if the right answer does.
+    Such a line is not a heading, and has no more words than the right answer. Either both contain
+    digits or neither does, and either both begin with a capital or neither does.
     """
     if _are_equal_when_folded(line, gold):
         return True
@@ -153,10 +154,10 @@ def _first_sentence_if_right(text: str, gold: str) -> str:
     For example, the first sentence could be "Canberra.", and the rest "It was built in 1913.".
     """
 
-    def states_answer(sentence: str) -> bool:
+    def is_or_states_right_answer(sentence: str) -> bool:
         return _are_equal_when_folded(sentence, gold) or _states_gold(sentence, gold)
 
-    return statements.read_opening_answer_sentence(text, states_answer)
+    return statements.read_opening_answer_sentence(text, is_or_states_right_answer)
 
 
 def _states_gold(sentence: str, gold: str) -> bool:
@@ -166,12 +167,12 @@ def _states_gold(sentence: str, gold: str) -> bool:
     return _sentence_ends_in_answer(sentence, fold_for_comparison(gold))
 
 
-def _read_only_bold_piece(text: str) -> str:
+def _read_single_bold_answer(text: str) -> str:
     """
     The only bold piece in a text, if a sentence such as "The capital is **Paris**." states it.
 
-    The result is "" if there is a denial, a question, a second answer or an answer that is taken
-    back around the bold piece, or if there are several lines both before and after the bold piece.
+    The result is "" if the text near the bold piece contains a denial, a question or a second
+    answer, or takes the answer back. It is also "" if further lines come both before and after.
     """
     pieces = list(re.finditer(r"\*\*([^*\n]{1,200})\*\*", text)) if "**" in text else []
     if len(pieces) != 1:
@@ -196,7 +197,7 @@ def _read_only_bold_piece(text: str) -> str:
     return piece[1]
 
 
-def _last_line_without_explanation(text: str) -> str:
+def _last_line_answer_if_explained(text: str) -> str:
     """
     The last line of a text, without the explanation of the answer in that line.
 

@@ -60,11 +60,11 @@ class _ReplacementTable(dict[int, str | None]):
 
     def __missing__(self, code: int) -> str | None:
         character = chr(code)
-        self[code] = _rewrite_character(character)
+        self[code] = _replace_or_delete_character(character)
         return self[code]
 
 
-def _rewrite_character(character: str) -> str | None:
+def _replace_or_delete_character(character: str) -> str | None:
     if character in _SAME:
         return _SAME[character]
     category = unicodedata.category(character)
@@ -77,10 +77,8 @@ def _rewrite_character(character: str) -> str | None:
     if category == "Pd":
         return "-"
     decomposition = unicodedata.decomposition(character)
-    if decomposition.startswith(
-        ("<super>", "<fraction>")
-    ):  # not replaced, since 10² is not 102, and 1½ is not 11/2
-        return character
+    if decomposition.startswith(("<super>", "<fraction>")):
+        return character  # since 10² is not 102, and 1½ is not 11/2
     if decomposition.startswith("<"):
         return unicodedata.normalize("NFKC", character)
     return character
@@ -101,7 +99,7 @@ def normalize_unicode(text: str) -> str:
 
 
 def superscripts_to_carets(text: str) -> str:
-    """The text with superscripts rewritten in LaTeX, as x^2 for x\u00b2."""
+    """The text with superscripts rewritten in LaTeX, such as x^2 for x\u00b2."""
     if text.isascii():
         return text
     return re.sub(f"[{_SUPERSCRIPTS}]+", _superscript_to_caret, text)
@@ -125,20 +123,20 @@ def fold_for_comparison(text: str) -> str:
         r"\\(?:text|math)[a-z]*\{([^{}]*)\}", r"\1", superscripts_to_carets(normalize_unicode(text))
     )
     text = " ".join(text.casefold().split())
-    text = _strip_quotes_and_ends(text)
+    text = _strip_quotes_and_end_characters(text)
     text = re.sub(r"^(?:the|an?) ", "", text)
-    text = _strip_quotes_and_ends(text.lstrip(_DRESS), _DRESS + _FULL_STOPS + ".,;:!")
-    text = _strip_quotes_and_ends(_COPULA_BEHIND.sub("", text))
+    text = _strip_quotes_and_end_characters(text.lstrip(_DRESS), _DRESS + _FULL_STOPS + ".,;:!")
+    text = _strip_quotes_and_end_characters(_COPULA_BEHIND.sub("", text))
     return re.sub(r"^\((\w+)\)$", r"\1", text)
 
 
-def _strip_quotes_and_ends(text: str, ends: str = _DRESS) -> str:
-    """The text without quotes and Markdown around it, and without `ends` characters at its end."""
+def _strip_quotes_and_end_characters(text: str, end_characters: str = _DRESS) -> str:
+    """The text without quotes and Markdown around it, and without `end_characters` at its end."""
     begin = 0
     while begin < len(text) and _is_quote_or_markdown(text[begin]):
         begin += 1
     end = len(text)
-    while begin < end and (_is_quote_or_markdown(text[end - 1]) or text[end - 1] in ends):
+    while begin < end and (_is_quote_or_markdown(text[end - 1]) or text[end - 1] in end_characters):
         end -= 1
     return text[begin:end]
 

@@ -141,24 +141,24 @@ _COMPOUNDS = {  # compound units that are spelled as one word
 _POWERS = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3, "cu.": 3}
 _POWERS_BEHIND = {"squared": 2, "cubed": 3, "square": 2, "cube": 3}
 
-Units = frozenset[str]  # the names of all units that one spelling may mean
+PossibleUnits = frozenset[str]  # the names of all units that one spelling may mean
 
 
-class Measure(NamedTuple):
+class UnitsAndWords(NamedTuple):
     """
     The units after a number, each with its power, and the words after the units.
 
     For example, the units in m/s^2 are metre to the power 1 and second to the power -2.
     """
 
-    powers: tuple[tuple[Units, int], ...]
+    powers: tuple[tuple[PossibleUnits, int], ...]
     words: tuple[str, ...]
 
     def __bool__(self) -> bool:
         return bool(self.powers or self.words)
 
 
-def _make_unit_table() -> dict[str, Units]:
+def _make_unit_table() -> dict[str, PossibleUnits]:
     table: dict[str, set[str]] = {}
     for line in _SPELLINGS.strip().splitlines():
         name, _, joined_spellings = line.partition(":")
@@ -178,24 +178,19 @@ def _make_unit_table() -> dict[str, Units]:
                 for prefix_spelling in prefix_spellings:
                     table.setdefault(prefix_spelling + spelling, set()).add(prefix + name)
 
-    for spelling in "cd", "min", "ft", "pt":  # these spellings are never a prefix and a unit
-        names = table[spelling]
-        table[spelling] = {
-            name for name in names if not name.startswith(("centi", "milli", "femto"))
-        }
     return {spelling: frozenset(names) for spelling, names in table.items()}
 
 
 _TABLE = _make_unit_table()
-_FOLDED: dict[str, Units] = {}
+_FOLDED: dict[str, PossibleUnits] = {}
 for _spelling, _names in _TABLE.items():
     _FOLDED[_spelling.casefold()] = _FOLDED.get(_spelling.casefold(), frozenset()) | _names
 
 
 @functools.lru_cache(maxsize=2**12)
-def units_of_spelling(word: str) -> Units | None:
+def possible_units_of_spelling(word: str) -> PossibleUnits | None:
     """
-    The names of the units that a word may mean; None if the word is no unit.
+    The names of the units that a word may mean; None if it means no unit.
 
     The plural of a word means the same units. The case of letters matters where it distinguishes
     units, as in mW and MW.
@@ -219,33 +214,34 @@ _TOKEN = re.compile(
 )
 
 
-def read_measure(text: str, money: str | None = None) -> Measure:
+def read_units_and_words(text_after_number: str, currency_sign: str | None = None) -> UnitsAndWords:
     """
     The units at the beginning of the text after a number, and the words after the units.
 
     A slash or "per" means division by the next unit, or by all units in the next bracket. The words
     "square" and "cubic" raise the next unit to a power.
-    money: the currency sign before the number, if any.
+    currency_sign: the currency sign before the number, if any.
     """
-    reader = _MeasureReader(_split_into_tokens(text))
-    if money:
-        reader.multiply_by_unit(units_of_spelling(money) or frozenset([money]), 1)
+    reader = _UnitReader(_read_leading_tokens(text_after_number))
+    if currency_sign:
+        currency = possible_units_of_spelling(currency_sign) or frozenset([currency_sign])
+        reader.multiply_by_unit(currency, 1)
     while reader.read_operator() or reader.read_unit():
         pass
     powers = tuple((unit, power) for unit, power in reader.powers.items() if power)
     words = tuple(
         _singular(token.casefold()) for token in reader.remaining_tokens if token[0].isalpha()
     )
-    return Measure(powers, words)
+    return UnitsAndWords(powers, words)
 
 
-class _MeasureReader:
+class _UnitReader:
     """A reader that goes through tokens and collects the units with their powers."""
 
     def __init__(self, tokens: list[str]):
         self.tokens = tokens
         self.place = 0
-        self.powers: dict[Units, int] = {}
+        self.powers: dict[PossibleUnits, int] = {}
         self.is_divided = False  # whether the next unit is a divisor
         self.is_in_divisor = False  # whether the next unit is in a bracket that is a divisor
         self.power = 1  # the power of the next unit
@@ -254,20 +250,19 @@ class _MeasureReader:
     def remaining_tokens(self) -> list[str]:
         return self.tokens[self.place :]
 
-    def multiply_by_unit(self, unit: Units, power: int) -> None:
+    def multiply_by_unit(self, unit: PossibleUnits, power: int) -> None:
         self.powers[unit] = self.powers.get(unit, 0) + power
 
     def read_operator(self) -> bool:
         """
-        Reads the next token, if it changes or joins units, such as "/", "per", "*" or "square".
+        Reads the next token if it changes or joins units, such as "/", "per", "*" or "square".
 
-        Returns False, without reading the token, if the token does not change
-        or join units.
+        Returns False, and leaves the token unread, if the token does neither.
         """
         if not self.remaining_tokens:
             return False
         word = self.remaining_tokens[0].casefold()
-        has_unit_behind = _unit_and_length_at(self.tokens, self.place + 1)[0] is not None
+        has_unit_behind = _unit_and_num_tokens_at(self.tokens, self.place + 1)[0] is not None
         if self._is_division_word(word):
             self.is_divided = True
         elif word == "(" and self.is_divided:
@@ -286,18 +281,18 @@ class _MeasureReader:
             return False
         if word in ("a", "an"):  # miles an hour
             return bool(self.powers) and _is_time_unit_at(self.tokens, self.place + 1)
-        is_per_cent = _unit_and_length_at(self.tokens, self.place)[0] is not None
+        is_per_cent = _unit_and_num_tokens_at(self.tokens, self.place)[0] is not None
         return word == "/" or (word == "per" and not is_per_cent)
 
     def read_unit(self) -> bool:
         """
-        Reads the next unit and its power. Returns False if the next token is no unit.
+        Reads the next unit and its power. Returns False if the units end here.
 
-        A word after "per" that is no known unit, as in "5 m per lap", counts as the last unit.
+        An unknown word after "per", as in "5 m per lap", is read as the last unit.
         """
         if not self.remaining_tokens:
             return False
-        unit, num_tokens = _unit_and_length_at(self.tokens, self.place)
+        unit, num_tokens = _unit_and_num_tokens_at(self.tokens, self.place)
         if unit is None:
             if self.is_divided and self.remaining_tokens[0][0].isalpha():  # as in 5 m per lap
                 self.multiply_by_unit(
@@ -306,7 +301,7 @@ class _MeasureReader:
                 self.place += 1
             return False
         self.place += num_tokens
-        exponent, num_tokens = _power_and_length_at(self.tokens, self.place)
+        exponent, num_tokens = _power_and_num_tokens_at(self.tokens, self.place)
         self.place += num_tokens
         sign = -1 if self.is_divided else 1
         for name, inner_power in _units_and_powers_in(unit):
@@ -316,7 +311,7 @@ class _MeasureReader:
         return True
 
 
-def _split_into_tokens(text: str) -> list[str]:
+def _read_leading_tokens(text: str) -> list[str]:
     """
     The words and signs at the beginning of a text, as a list of tokens.
 
@@ -328,7 +323,9 @@ def _split_into_tokens(text: str) -> list[str]:
         token = match[1]
         place = match.end()
         if token.endswith("."):
-            is_last = units_of_spelling(token[:-1]) is None and token.casefold() not in _POWERS
+            is_last = (
+                possible_units_of_spelling(token[:-1]) is None and token.casefold() not in _POWERS
+            )
             tokens.append(token[:-1] if token.casefold() not in _POWERS else token)
             if is_last:
                 break
@@ -337,7 +334,9 @@ def _split_into_tokens(text: str) -> list[str]:
     return tokens
 
 
-def _unit_and_length_at(tokens: list[str], place: int) -> tuple[str | Units | None, int]:
+def _unit_and_num_tokens_at(
+    tokens: list[str], index: int
+) -> tuple[str | PossibleUnits | None, int]:
     """
     The unit that begins at a token, and the number of tokens that spell the unit.
 
@@ -345,52 +344,56 @@ def _unit_and_length_at(tokens: list[str], place: int) -> tuple[str | Units | No
     mean. The result is None and 0 if no unit begins at the token.
     """
     for num in (2, 1):
-        if place + num > len(tokens):
+        if index + num > len(tokens):
             continue
-        *first_words, last_word = tokens[place : place + num]
+        *first_words, last_word = tokens[index : index + num]
         spelling = " ".join([*map(_singular, first_words), last_word])
-        if num == 1 and spelling.casefold() == "in" and _is_preposition_in(tokens, place):
+        if (
+            num == 1
+            and spelling.casefold() == "in"
+            and _is_in_a_preposition_not_inch(tokens, index)
+        ):
             return None, 0
         compound = spelling if spelling in _COMPOUNDS else spelling.casefold()
         if compound in _COMPOUNDS:
             return compound, num
-        unit = units_of_spelling(spelling)
+        unit = possible_units_of_spelling(spelling)
         if unit:
             return unit, num
     return None, 0
 
 
-def _is_preposition_in(tokens: list[str], place: int) -> bool:
+def _is_in_a_preposition_not_inch(tokens: list[str], index: int) -> bool:
     """
     Whether the token "in" is a preposition before a word, as in "42 in total".
 
     Before "per" or "squared", the token "in" means inch.
     """
-    following = tokens[place + 1 : place + 2]
+    following = tokens[index + 1 : index + 2]
     if not following or following[0] in {"per", *_POWERS_BEHIND}:
         return False
     return following[0][0].isalpha()
 
 
-def _is_time_unit_at(tokens: list[str], place: int) -> bool:
-    unit, _ = _unit_and_length_at(tokens, place)
+def _is_time_unit_at(tokens: list[str], index: int) -> bool:
+    unit, _ = _unit_and_num_tokens_at(tokens, index)
     times = {"second", "minute", "hour", "day", "week", "month", "year"}
     return isinstance(unit, frozenset) and bool(unit & times)
 
 
-def _power_and_length_at(tokens: list[str], place: int) -> tuple[int, int]:
+def _power_and_num_tokens_at(tokens: list[str], index: int) -> tuple[int, int]:
     """The power that begins at a token, and its number of tokens; 1 and 0 if there is no power."""
-    if place >= len(tokens):
+    if index >= len(tokens):
         return 1, 0
-    token = tokens[place]
+    token = tokens[index]
     if token.startswith("^"):
         return int(token[1:]), 1
-    if token.casefold() in _POWERS_BEHIND and _unit_and_length_at(tokens, place + 1)[0] is None:
+    if token.casefold() in _POWERS_BEHIND and _unit_and_num_tokens_at(tokens, index + 1)[0] is None:
         return _POWERS_BEHIND[token.casefold()], 1
     return 1, 0
 
 
-def _units_and_powers_in(unit: str | Units) -> list[tuple[Units, int]]:
+def _units_and_powers_in(unit: str | PossibleUnits) -> list[tuple[PossibleUnits, int]]:
     if not isinstance(unit, str):
         return [(unit, 1)]
     parts = []
@@ -405,9 +408,9 @@ def _singular(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") else word
 
 
-def is_same_measure(right: Measure, stated: Measure) -> bool:
+def units_and_words_agree(right: UnitsAndWords, stated: UnitsAndWords) -> bool:
     """
-    Whether two measures agree; a measure without units and words agrees with every other measure.
+    Whether the units and words after two numbers agree, or at least one number has neither.
 
     The stated words must begin with the words of the right answer: if "3 apples" is right, then
     "3 apples left" is right too, and "3 pears" is wrong.

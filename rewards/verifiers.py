@@ -1,35 +1,35 @@
 """
-Verifiers, which return 1 for a completion that states the answer in the column `answer`, else 0.
+Verifiers: each returns 1 for a completion that states the right answer of its row, otherwise 0.
 
 A verifier consists of two functions. The reader finds the pieces of a completion that state its
-answer. The first rule that finds an answer applies, and each statement that this rule finds must be
-right. The comparison decides whether a statement is the right answer. The dictionary `VERIFIERS`
-lists the verifiers by name.
+answer, the statements. The reader tries rules in order, and the first rule that finds a statement
+applies. The comparison decides whether a statement is the right answer. A completion is right only
+if all of its statements are. The dictionary `VERIFIERS` lists the verifiers by name.
 
 Every rule in the section "What a completion states" of docs/data.md has a function:
 
 | rule | function |
 |---|---|
 | thoughts | statements.strip_thoughts |
-| a last line "Answer: X" | statements.find_answer_line |
-| the last box, `####` or <answer> | statements.read_last_mark_and_guesses |
+| a last line "Answer: X" | statements.find_labelled_answer_in_last_line |
+| the last box, `####` or <answer> | statements.read_last_mark_and_rival_guesses |
 | different marks that are guesses | statements._are_rival_guesses |
-| a last line "The answer is X" after a box | statements.find_answer_sentence |
-| the first sentence with a label | statements.read_first_labelled_statement, text_after_label |
+| a last line "The answer is X" after a box | statements.find_answer_sentence_in_last_line |
+| the first sentence with a label | statements.read_first_labelled_answer, text_after_label |
 | reasons and denials after an answer in its sentence | statements.split_off_explanation |
 | a first line that stands alone | statements.split_answer_line_from_explanation |
 | a letter that opens the first line, a list of options | choices._read_opening_option |
-| an answer that is taken back | statements.takes_answer_back, opens_correction |
+| an answer that is taken back | statements.takes_answer_back, opens_with_correction_word |
 | a second answer or a hedge | statements.suggests_second_answer, allows_second_answer |
 | "is B", "must be B", "Label: B" | choices.read_choice_in_sentence |
-| a text in the last line or after "is" | text_answers.states_right_text |
-| a text in the only bold piece | text_answers._read_only_bold_piece |
-| a number or formula in the last sentence | mathematics.find_last_formula |
-| JSON alone, in a fence or in prose | json_answers.read_only_json_value |
+| a text in the last line or after "is" | text_answers.is_or_ends_in_right_text |
+| a text in the only bold piece | text_answers._read_single_bold_answer |
+| a number or formula in the last sentence | mathematics.find_only_math_in_last_sentence |
+| JSON alone, in a fence or in prose | json_answers.find_single_json_value |
 | a question or a denial | statements.is_question, texts.DENIAL |
 
-`read_text_answers`, `read_math_answers`, `read_choice_answers` and `find_json_statements` apply the
-rules in order.
+`read_text_answers`, `read_math_answers`, `read_choice_answers` and `read_json_marks_or_whole_text`
+apply the rules in order.
 
 Nothing in a completion is run as code, and each rule takes time linear in the length of the
 completion, since training rewards a model for every loophole that it finds.
@@ -45,15 +45,16 @@ from typing import Any, NamedTuple
 
 from prompts.examples import shorten_value
 from rewards import choices, json_answers, math_answers, statements, text_answers
-from rewards.math_answers import is_number, is_number_or_formula
-from rewards.mathematics import Verdict, formula_worker_pool
+from rewards.math_answers import right_answer_is_number, right_answer_is_number_or_formula
+from rewards.mathematics import VerdictOrFormulaPair, formula_worker_pool
 from rewards.statements import last_mark_or_whole_answer
 from rewards.texts import fold_for_comparison, normalize_unicode
 
 Answer = str | list[str]  # each member of a list is a right answer
-Verifier = Callable[..., list[float]]
+# (completions, answer) -> 1 or 0 for each row, or None if the answer of the row cannot be compared
+Verifier = Callable[..., list[Any]]
 Reader = Callable[[str, str], list[str]]  # (right answer, completion) -> statements
-Comparison = Callable[[str, str], Verdict]  # (right answer, statement) -> verdict
+Comparison = Callable[[str, str], VerdictOrFormulaPair]  # (right answer, statement) -> verdict
 
 # The largest number of words in an answer that is compared as plain text. A model is unlikely to
 # repeat a longer answer word for word.
@@ -84,7 +85,7 @@ def make_verifier(read: Reader, is_right: Comparison) -> Verifier:
     may state any one of these answers.
     """
 
-    def verdicts_on_statements(text: str, gold: str) -> list[Verdict]:
+    def verdicts_on_statements(text: str, gold: str) -> list[VerdictOrFormulaPair]:
         if not gold:
             return [False]
         verdicts = [is_right(gold, statement) for statement in read(gold, text)]
@@ -103,19 +104,21 @@ def make_verifier(read: Reader, is_right: Comparison) -> Verifier:
     return verify
 
 
-def _verdicts_that_mean_right(rows: list[list[list[Verdict]]]) -> set[Verdict]:
+def _verdicts_that_mean_right(
+    rows: list[list[list[VerdictOrFormulaPair]]],
+) -> set[VerdictOrFormulaPair]:
     """
     The verdicts that count as right, namely True and each pair of formulas found equal by a worker.
 
     All pairs of formulas are sent to the workers at once.
     """
-    distinct: set[Verdict] = set()
+    distinct: set[VerdictOrFormulaPair] = set()
     for row in rows:
         distinct.update(*row)
 
     pairs = [verdict for verdict in distinct if isinstance(verdict, tuple)]
     replies = formula_worker_pool().answer_all(pairs) if pairs else []
-    right: set[Verdict] = {True}
+    right: set[VerdictOrFormulaPair] = {True}
     for pair, reply in zip(pairs, replies, strict=True):
         if reply.value is True:
             right.add(pair)
@@ -124,37 +127,38 @@ def _verdicts_that_mean_right(rows: list[list[list[Verdict]]]) -> set[Verdict]:
 
 # ---- the table of verifiers
 
-exact = make_verifier(text_answers.read_text_answers, text_answers.states_right_text)
-math_correct = make_verifier(math_answers.read_math_answers, math_answers.compare_values)
+exact = make_verifier(text_answers.read_text_answers, text_answers.is_or_ends_in_right_text)
+math_correct = make_verifier(math_answers.read_math_answers, math_answers.compare_math_or_text)
 number = math_correct
-marked = make_verifier(math_answers.read_marked_answers, math_answers.compare_mark_without_words)
-same_json = make_verifier(json_answers.find_json_statements, json_answers.is_same_json)
+marked = make_verifier(
+    math_answers.read_last_math_mark_and_guesses, math_answers.compare_mark_unless_words_precede
+)
+same_json = make_verifier(json_answers.read_json_marks_or_whole_text, json_answers.states_same_json)
 
 
 def make_choice_verifier(names: Collection[str]) -> Verifier:
     """Makes the verifier for a data set in which each answer is one of the given choices."""
     known_choices = choices.Choices({last_mark_or_whole_answer(name) for name in names})
 
-    @functools.lru_cache(
-        maxsize=2**10
-    )  # cached, since a completion is read once for each right answer of its row
+    # cached, since a completion is read once for each right answer of its row
+    @functools.lru_cache(maxsize=2**10)
     def read_stated_choices(text: str) -> list[str]:
         return choices.read_choice_answers(text, known_choices)
 
-    def read(_: str, text: str) -> list[str]:
+    def read_ignoring_gold(_: str, text: str) -> list[str]:
         return read_stated_choices(text)
 
     def is_right(gold: str, statement: str) -> bool:
-        return statement == known_choices.normalize(gold)
+        return statement == known_choices.lowercase_and_collapse_spaces(gold)
 
-    return make_verifier(read, is_right)
+    return make_verifier(read_ignoring_gold, is_right)
 
 
 _NAME = re.compile(r"[^\W\d_]+(?:[ '/-][^\W\d_]+){0,2}")
 
 
-def looks_like_choice(answer: str) -> bool:
-    """Whether an answer consists of one to three words, as a choice does; a letter is a word."""
+def has_one_to_three_words(answer: str) -> bool:
+    """Whether an answer has one to three words, as choices have; a single letter is a word."""
     return _NAME.fullmatch(last_mark_or_whole_answer(answer)) is not None
 
 
@@ -162,30 +166,29 @@ class AnswerKind(NamedTuple):
     """A kind of answer and its verifier."""
 
     fits: Callable[[str], object]  # true for an answer of this kind
-    make: Callable[
-        [Sequence[str]], Verifier
-    ]  # makes the verifier from all right answers of a data set
+    # makes the verifier from all right answers of a data set
+    make: Callable[[Sequence[str]], Verifier]
     description: str
 
 
-VERIFIERS = {  # strictest first, the order in which `auto` tries them
+VERIFIERS = {  # strictest first; `auto` tries them in this order
     "json": AnswerKind(
         fits=json_answers.read_object_or_list,
         make=lambda _: same_json,
         description="JSON (equal keys and values, in any order)",
     ),
     "number": AnswerKind(
-        fits=is_number,
+        fits=right_answer_is_number,
         make=lambda _: number,
         description="numbers (equal values, and equal units if both have units)",
     ),
     "choice": AnswerKind(
-        fits=looks_like_choice,
+        fits=has_one_to_three_words,
         make=make_choice_verifier,
         description='choices (stated alone, or after a label such as "The answer is")',
     ),
     "math": AnswerKind(
-        fits=is_number_or_formula,
+        fits=right_answer_is_number_or_formula,
         make=lambda _: math_correct,
         description="mathematics (equal values, read by math-verify's grammar)",
     ),
@@ -217,7 +220,9 @@ def _is_comparable_text(answer: str) -> bool:
         return False
     is_short = len(gold.split()) <= MOST_WORDS
     return (
-        is_short or bool(json_answers.read_object_or_list(answer)) or is_number_or_formula(answer)
+        is_short
+        or bool(json_answers.read_object_or_list(answer))
+        or right_answer_is_number_or_formula(answer)
     )
 
 
@@ -247,12 +252,14 @@ def choose_verifier(name: str, answers: Sequence[Answer]) -> tuple[str, Verifier
         )
     compare = VERIFIERS[name].make(golds)
 
-    def verify(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Any]:
+    def verify_comparable_rows(
+        completions: Sequence[str], answer: Sequence[Any], **_: Any
+    ) -> list[float | None]:
         values = compare(completions=completions, answer=answer)
         rows = zip(values, answer, strict=True)
         return [value if is_comparable_answer(right) else None for value, right in rows]
 
-    return name, verify
+    return name, verify_comparable_rows
 
 
 def _strictest_fitting_verifier(golds: Sequence[str]) -> str:

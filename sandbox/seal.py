@@ -32,8 +32,8 @@ PASSED_VARIABLES = (
     "PATH LANG LC_ALL LC_CTYPE LD_LIBRARY_PATH DYLD_LIBRARY_PATH PYTHONDONTWRITEBYTECODE "
     "PYTHONPYCACHEPREFIX"
 ).split()
-# The audit events that computer algebra causes when it parses text, copies objects, makes arrays
-# or reads the signatures of functions.
+# The audit events that sympy causes when it parses text, copies objects, makes arrays or reads the
+# signatures of functions.
 HARMLESS = frozenset(
     {"compile", "builtins.id", "array.__new__", "__code__", "__defaults__", "__kwdefaults__"}
 )
@@ -54,21 +54,20 @@ def sealed_environment(home: str) -> dict[str, str]:
     """
     The environment variables of a sealed process.
 
-    home: the path of an empty directory, the only one for the files of the process.
+    home: the path of an empty directory, which holds all files of the process.
     """
     passed = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     return passed | {"HOME": home, "TMPDIR": home}
 
 
-def seal_process(refused_events: list[str]) -> str:
+def seal_process(refusal_log: list[str]) -> str:
     """
     Seals this process permanently.
 
-    refused_events: a list to which the audit hook adds the first event that it refuses.
-    Returns a text that names the part of the seal that this kernel cannot enforce; "" if there is
-    no such part.
+    refusal_log: a list to which the audit hook adds the first event that it refuses.
+    Returns the part of the seal that this kernel cannot enforce, in words; "" if it enforces all.
     """
-    os.dup2(1, 2)  # joins stderr to stdout, which nobody reads
+    os.dup2(1, 2)  # sends stderr to stdout, which nobody reads
 
     # with None, printing neither fails nor prints anything
     sys.stdout = None
@@ -85,11 +84,11 @@ def seal_process(refused_events: list[str]) -> str:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     if sys.platform == "linux":
         missing = _apply_seccomp()
-    sys.addaudithook(_make_audit_hook(refused_events))
+    sys.addaudithook(_make_audit_hook(refusal_log))
     return missing
 
 
-def _make_audit_hook(refused_events: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
+def _make_audit_hook(refusal_log: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
     """
     Makes the audit hook, which raises an error for every event that is not harmless.
 
@@ -101,8 +100,8 @@ def _make_audit_hook(refused_events: list[str]) -> Callable[[str, tuple[Any, ...
     def refuse_unless_harmless(event: str, arguments: tuple[Any, ...]) -> None:
         action = arguments[1] if event == "object.__getattr__" else event
         if action not in harmless:
-            if not refused_events:
-                refused_events.append(event)
+            if not refusal_log:
+                refusal_log.append(event)
             raise refusal(f"{event} is refused here")
 
     return refuse_unless_harmless

@@ -1,10 +1,9 @@
 """
 Worker processes, which answer questions that may hang or crash a process.
 
-Each question has a time limit. A process cannot reliably limit its own time, since signals reach
-only its main thread, and no signal interrupts a single long multiplication. Therefore each worker
-sets an alarm for itself. If the alarm does not stop the worker, the process that owns the worker
-kills it and starts another one.
+Each question has a time limit. A worker sets an alarm for itself, but the alarm cannot always stop
+it: signals reach only the main thread of a process, and no signal interrupts a single long
+multiplication. In that case, the process that owns the worker kills it and starts another one.
 
 A sealed worker reads hostile text. For each question, the owner accepts one short message in JSON,
 which must contain the random number of the question. The owner ends a worker that sends anything
@@ -51,7 +50,7 @@ START = 300.0  # a worker may take this many seconds to make its answering funct
 
 # the size of the longest answer, for a worker that is not sealed (False) or sealed (True)
 MAX_BYTES = {False: 2**26, True: 2**16}
-# whether the owner must watch the memory of a sealed worker, since macOS does not limit it
+# whether the owner must watch the memory of sealed workers, since macOS does not limit it
 WATCHED = sys.platform == "darwin"
 HEAD = struct.Struct(">I")  # the number of bytes that follow the head of a message
 
@@ -88,7 +87,7 @@ class WorkerPool:
         `arguments`, and the function returns another function that answers questions.
         limit: the limit on processor time for one question, in seconds.
         sealed: whether the last part of a question is hostile text. If so, each worker calls
-        `seal.seal_process`, and a printed line counts the questions that ended their worker.
+        `seal.seal_process`, and `answer_all` prints how many questions ended their worker.
         Arguments, questions and answers must be JSON.
         """
         self.target = target
@@ -98,9 +97,8 @@ class WorkerPool:
         self.sealed = sealed
         self.workers = list[_Worker]()  # the running workers
         self.lock = threading.Lock()  # guards `workers`
-        self.free = queue.LifoQueue[
-            _Worker | None
-        ]()  # None stands for a worker that has not been started
+        # None stands for a worker that has not been started
+        self.free = queue.LifoQueue[_Worker | None]()
         self.is_closing = False
         for _ in range(num):
             self.free.put(None)
@@ -112,9 +110,8 @@ class WorkerPool:
         with ThreadPoolExecutor(self.num) as threads:
             try:
                 answers = list(threads.map(self._ask_free_worker, questions))
-            except (
-                BaseException
-            ):  # after Ctrl-C, or if no worker can start, drop the other questions
+            except BaseException:
+                # after Ctrl-C, or if no worker can start, the other questions are dropped
                 self.is_closing = True
                 self.close()
                 raise
@@ -130,7 +127,7 @@ class WorkerPool:
         return answers
 
     def _ask_free_worker(self, question: Any) -> WorkerAnswer:
-        """Passes a question to a free worker. This method runs in a thread of its own."""
+        """Asks a free worker, and waits for its answer. This method runs in a thread of its own."""
         worker = self.free.get()
         try:
             if worker is None or worker.process.poll() is not None:
@@ -163,7 +160,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """A worker process, which prints nothing, since users cannot act on warnings of libraries."""
+    """A worker process. It prints nothing, since users cannot act on the warnings of libraries."""
 
     def __init__(self, target: str, arguments: tuple[Any, ...], sealed: bool):
         self.sealed = sealed
@@ -193,16 +190,16 @@ class _Worker:
         if answer.value:
             _warn_of_weak_seal(answer.value)
 
-    def ask(self, question: Any, limit: float) -> WorkerAnswer:
+    def ask(self, question: Any, cpu_seconds: float) -> WorkerAnswer:
         """Asks the worker a question, and ends the worker if no valid answer arrives in time."""
         number = secrets.randbits(128)
         try:
-            frame = _make_frame(number, question, limit)
+            frame = _make_json_frame(number, question, cpu_seconds)
         except TypeError as error:
             raise ValueError(
-                f"a question to a worker may contain only texts, numbers and lists of them: {error}"
+                f"a question to a worker may contain only text, numbers and lists of these: {error}"
             ) from error
-        wall_limit = limit * BUSY + GRACE
+        wall_limit = cpu_seconds * BUSY + GRACE
         self.num_answered += 1
         try:
             self.socket.settimeout(wall_limit)
@@ -223,11 +220,11 @@ class _Worker:
         self.close()
         return WorkerAnswer(error=reason, broken=True)
 
-    def _receive_answer(self, number: int, deadline: float) -> tuple[Any, str, bool]:
+    def _receive_answer(self, question_number: int, deadline: float) -> tuple[Any, str, bool]:
         """
         The value of an answer, the error, and whether the worker is broken.
 
-        Raises ValueError or TypeError if the received frame does not answer question `number`.
+        Raises ValueError or TypeError if the received frame does not answer this question.
         """
         (size,) = HEAD.unpack(self._receive_bytes(HEAD.size, deadline))
         if size > MAX_BYTES[self.sealed]:
@@ -235,7 +232,7 @@ class _Worker:
         answered, value, error, is_broken = json.loads(self._receive_bytes(size, deadline))
         if (type(answered), type(error), type(is_broken)) != (int, str, bool):
             raise ValueError
-        if answered != number:
+        if answered != question_number:
             raise ValueError
         return value, error, is_broken
 
@@ -251,7 +248,11 @@ class _Worker:
             seconds = deadline - time.monotonic()
             if seconds <= 0:
                 raise TimeoutError
-            if self.sealed and WATCHED and _memory_footprint(self.process.pid) > seal.MEMORY:
+            if (
+                self.sealed
+                and WATCHED
+                and _memory_footprint_on_macos(self.process.pid) > seal.MEMORY
+            ):
                 raise MemoryError
             self.socket.settimeout(min(seconds, 0.5) if WATCHED else seconds)
             with contextlib.suppress(TimeoutError):
@@ -266,7 +267,7 @@ class _Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
         status = self.process.poll()
-        return "closed its channel" if status is None else f"ended its process with status {status}"
+        return "closed its channel" if status is None else f"ended with status {status}"
 
     def close(self) -> None:
         self.process.kill()
@@ -280,14 +281,14 @@ def _worker_environment(home: str) -> dict[str, str]:
     path_text = os.environ.get("PYTHONPATH", "")
     paths = [os.path.abspath(path) for path in path_text.split(os.pathsep) if path]
     return seal.sealed_environment(home) | {
-        # the hashes of strings decide the order of sets, and so the problems of some generators
+        # the hashes of strings decide the order of sets, and thus the problems of some generators
         "PYTHONHASHSEED": "0",
         "PYTHONPATH": os.pathsep.join((ROOT, *paths)),
         "OPENBLAS_NUM_THREADS": "1",
     }
 
 
-def _memory_footprint(pid: int) -> int:
+def _memory_footprint_on_macos(pid: int) -> int:
     """The memory footprint of a process on macOS, in bytes; 0 if the process has ended."""
     # rusage_info_v2 in sys/resource.h has an id of two words and then 18 numbers
     usage = (ctypes.c_uint64 * 20)()
@@ -305,7 +306,7 @@ def _warn_of_weak_seal(missing: str) -> None:
     )
 
 
-def _make_frame(*content: Any) -> bytes:
+def _make_json_frame(*content: Any) -> bytes:
     body = json.dumps(content).encode()
     return HEAD.pack(len(body)) + body
 
@@ -314,7 +315,7 @@ def _make_frame(*content: Any) -> bytes:
 
 
 class _TooLate(BaseException):
-    """Raised by the alarm; not derived from Exception, which libraries catch."""
+    """Raised by the alarm. It does not derive from Exception, because libraries catch that."""
 
 
 def _raise_too_late(_: int, __: FrameType | None) -> None:
@@ -326,62 +327,66 @@ def _describe_error(error: BaseException) -> str:
     return str(error)[:2000] if type(error) is ValueError else format_error(error)
 
 
-def _read_question(source: BinaryIO) -> Any:
+def _read_number_question_and_limit(source: BinaryIO) -> Any:
     """The number, content and time limit of the next question; None if the owner has ended."""
     head = source.read(HEAD.size)
     return json.loads(source.read(*HEAD.unpack(head))) if head else None
 
 
 def serve_questions(source: BinaryIO, sink: BinaryIO, target: str, sealed: bool) -> None:
-    """Makes the answering function, then answers questions until the owner has ended."""
+    """Makes the answering function, and then answers questions until the owner ends."""
     # After sealing, the code below may not import a module or open a file.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     signal.signal(signal.SIGPROF, _raise_too_late)
     module, _, function = target.partition(":")
-    number, arguments, _ = _read_question(source)
+    number, arguments, _ = _read_number_question_and_limit(source)
     refused: list[str] = []
     try:
         make_answer = getattr(importlib.import_module(module), function)
         answer: Callable[[Any], Any] = make_answer(*arguments)
         missing = seal.seal_process(refused) if sealed else ""
-        frame = _make_frame(number, missing, "", False)
+        frame = _make_json_frame(number, missing, "", False)
         is_ready = True
     except BaseException as error:
-        frame = _make_frame(number, None, _describe_error(error), False)
+        frame = _make_json_frame(number, None, _describe_error(error), False)
         is_ready = False
     sink.write(frame)
     sink.flush()
     if not is_ready:
         return
 
-    while question := _read_question(source):
+    while question := _read_number_question_and_limit(source):
         number, content, limit = question
         frame = _answer_in_time(answer, number, content, limit, sealed)
         if refused:
             error_line = f"tried an action that is refused in a sealed process: {refused[0]}"
-            frame = _make_frame(number, None, error_line, True)
+            frame = _make_json_frame(number, None, error_line, True)
         sink.write(frame)
         sink.flush()
 
 
 def _answer_in_time(
-    answer: Callable[[Any], Any], number: int, question: Any, limit: float, sealed: bool
+    answer: Callable[[Any], Any],
+    question_number: int,
+    question: Any,
+    cpu_seconds: float,
+    sealed: bool,
 ) -> bytes:
     """
     The frame with the answer to a question, or with an error in place of the answer.
 
-    limit: the limit on processor time, in seconds.
+    cpu_seconds: the limit on processor time.
     """
     try:
-        signal.setitimer(signal.ITIMER_PROF, limit)
-        frame = _make_frame(number, answer(question), "", False)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        frame = _make_json_frame(question_number, answer(question), "", False)
         signal.setitimer(signal.ITIMER_PROF, 0)
     except _TooLate:
-        return _make_frame(number, None, LATE, False)
+        return _make_json_frame(question_number, None, LATE, False)
     except BaseException as error:
         signal.setitimer(signal.ITIMER_PROF, 0)
         is_broken = sealed and isinstance(error, MemoryError)
-        return _make_frame(number, None, _describe_error(error), is_broken)
+        return _make_json_frame(question_number, None, _describe_error(error), is_broken)
     return frame
 
 

@@ -24,7 +24,7 @@ PARTS = {
     "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-# A run with one of these losses uses only the settings with one of these values of `used_by`.
+# A run with one of these losses can use the settings whose `used_by` is in the tuple.
 USED = {
     "sft": (None,),
     "distill": (None, "rollouts", "distill"),
@@ -74,7 +74,7 @@ def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Con
     return config
 
 
-def name_reward_weights(rewards: list[Any], weights: list[Any]) -> Any:
+def name_reward_weights(rewards: list[Any], weights: list[Any]) -> dict[str, Any] | list[Any]:
     """
     Return a dictionary from the name of each reward function to its weight, for lists from TRL.
 
@@ -161,8 +161,10 @@ def refuse_unused_settings(config: Config, flags: Collection[str]) -> None:
             complaints.append(f"{flag_of(key)} {values[key]!s:.60} is for {kind}")
     if complaints:
         all_complaints = ", ".join(complaints)
-        these = "this setting" if len(complaints) == 1 else "these settings"
-        raise ValueError(f"{all_complaints}; --loss-type {loss} cannot use {these}: leave it out")
+        advice = "this setting: leave it out"
+        if len(complaints) > 1:
+            advice = "these settings: leave them out"
+        raise ValueError(f"{all_complaints}; --loss-type {loss} cannot use {advice}")
 
 
 def find_mistakes(config: Config) -> Iterator[str]:
@@ -199,7 +201,7 @@ def _find_sampling_mistakes(config: Config) -> Iterator[str]:
     if num_rows > MOST_ROWS:
         yield (
             f"--batch {sampling.batch} times --groups {sampling.groups} is {num_rows} completions "
-            f"per step; at most {MOST_ROWS} are allowed"
+            f"per step; lower one of them, so that there are at most {MOST_ROWS}"
         )
     mini_batches = config.optimizer.mini_batches
     if sampling.batch % mini_batches:
@@ -230,10 +232,10 @@ def _find_optimizer_mistakes(config: Config) -> Iterator[str]:
         )
     if optimizer.kind == "sgd" and config.objective.loss_type == "sft":
         yield (
-            "--optimizer sgd needs --target-kl, which is for runs that sample completions; "
-            "--loss-type sft cannot use it: leave --optimizer out"
+            "--optimizer sgd needs --target-kl, which --loss-type sft cannot use; "
+            "leave --optimizer out"
         )
-    yield from _find_adamw_mistakes(config)
+    yield from _find_adamw_settings_without_adamw(config)
     if 0 < optimizer.target_kl < LEAST_TARGET_KL:
         yield (
             f"--target-kl is {optimizer.target_kl:g}, but a KL divergence below 0.001 is only "
@@ -244,7 +246,7 @@ def _find_optimizer_mistakes(config: Config) -> Iterator[str]:
         yield f"--checkpoint-layers is {layers!r}; it must be auto, on, off or a number"
 
 
-def _find_adamw_mistakes(config: Config) -> Iterator[str]:
+def _find_adamw_settings_without_adamw(config: Config) -> Iterator[str]:
     kind = config.optimizer.kind
     if kind == "adamw":
         return

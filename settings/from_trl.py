@@ -1,8 +1,8 @@
 """
 Converts a TRL YAML file, or a script with a TRL trainer, to a recipe for Gwen.
 
-The YAML file is one for `trl grpo` or `trl sft`; the script uses GRPOTrainer or SFTTrainer. Scripts
-are parsed but never run. data/trl.yaml maps TRL names to Gwen's settings. text/foreign_names.py
+The YAML file must be for `trl grpo` or `trl sft`. The script must use GRPOTrainer or SFTTrainer; it
+is parsed but never run. data/trl.yaml maps TRL names to Gwen's settings. text/foreign_names.py
 advises a user who gives a single TRL flag.
 """
 
@@ -19,7 +19,7 @@ import yaml
 
 from config import SETTINGS
 from settings.checks import check_settings
-from settings.sources import command_with_extras, low_learning_rate_warning
+from settings.sources import command_prefix_with_extras, low_learning_rate_warning
 from text.documents import load_yaml, read_text
 from text.foreign_names import load_foreign_names
 
@@ -52,12 +52,12 @@ class UnevaluatedExpression(str):
     """The source code of an expression whose value would be known only if the script were run."""
 
 
-class Equivalent(NamedTuple):
+class GwenEquivalent(NamedTuple):
     """The setting of Gwen that corresponds to a TRL name."""
 
     key: str  # the name of the setting; "" if there is no such setting
-    fixed_value: str  # the value of the setting; "" if it is the value of the TRL name
-    is_sufficient: bool  # whether the key and the value express everything, without the advice
+    fixed_value: str  # the value of the setting; "" if it equals the value of the TRL name
+    is_sufficient: bool  # whether the key and the value suffice, without the advice
 
 
 def convert_trl_file(path: str) -> str:
@@ -76,14 +76,12 @@ def convert_trl_file(path: str) -> str:
 
     for name, value in recipe.items():
         kind, advice = table.get(f"{name} {value}".lower()) or table.get(str(name), UNKNOWN)
-        key, fixed_value, is_sufficient = find_equivalent(str(name), kind, advice)
+        key, fixed_value, is_sufficient = find_gwen_equivalent(str(name), kind, advice)
         is_derived = key in derived
         if name == "reward_funcs":
-            value = [
-                reward
-                for reward in list_reward_names(recipe)
-                if not find_reward_function(path, reward)
-            ]
+            # only functions without a file still need a comment
+            all_names = list_reward_names(recipe)
+            value = [reward for reward in all_names if not find_reward_function(path, reward)]
             is_derived = is_derived and not value
         if is_derived:
             continue
@@ -115,7 +113,9 @@ def convert_trl_file(path: str) -> str:
     run_name = run_names.get("run_name") or run_names.get("output_dir")
     if run_name:
         run_dir = shlex.quote(f"runs/{run_name}")
-        comments.insert(0, f"# {command_with_extras(settings)} --config THIS --run-dir {run_dir}")
+        comments.insert(
+            0, f"# {command_prefix_with_extras(settings)} --config THIS --run-dir {run_dir}"
+        )
     return "\n".join([*comments, yaml.safe_dump(settings, sort_keys=False)])
 
 
@@ -141,8 +141,8 @@ def _explain_differences(
     reward_files = [reward.rpartition(":")[0] for reward in settings.get("reward", ())]
     if any(Path(file) == Path(path) for file in reward_files):
         yield (
-            "# reward: the reward functions are in the training script itself, which would be run "
-            "with its imports; move the functions into a separate file"
+            "# reward: the reward functions are in the training script itself, and importing them "
+            "would run the script; move the functions into a separate file"
         )
     if settings.get("lora_rank") == 0 and "use_peft" not in recipe:
         yield (
@@ -172,20 +172,20 @@ def _explain_differences(
             yield f"# learning_rate: {warning}"
 
 
-def find_equivalent(trl_name: str, kind: str, advice: str) -> Equivalent:
+def find_gwen_equivalent(trl_name: str, kind: str, advice: str) -> GwenEquivalent:
     """
     Return the setting of Gwen for a TRL name.
 
     kind, advice: the row of the TRL name in data/trl.yaml.
     """
     if kind == "same":
-        return Equivalent(trl_name, "", True)
+        return GwenEquivalent(trl_name, "", True)
     flag = re.match("`--([a-z-]+)(?: ([a-z0-9]+)`)?", advice)
     if kind == "renamed" and flag:
         key = flag[1].replace("-", "_")
         converts_value = re.search("[:*/@]", advice) is not None
-        return Equivalent(key, flag[2] or "", not converts_value)
-    return Equivalent("", "", False)
+        return GwenEquivalent(key, flag[2] or "", not converts_value)
+    return GwenEquivalent("", "", False)
 
 
 # ---- settings that are computed from several TRL settings
@@ -216,7 +216,7 @@ def derive_combined_settings(recipe: dict[str, Any], path: str) -> dict[str, Any
 
 
 def _derive_loss_and_batch(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return `batch`, the number of prompts per step, and for an SFT recipe also `loss_type`."""
+    """Return `batch` (prompts per step) and, for an SFT recipe, `loss_type`."""
     settings: dict[str, Any] = {}
     group_size = recipe.get("num_generations", 8)
     is_sft_recipe = (
@@ -273,9 +273,7 @@ def _derive_data(recipe: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _derive_rewards(recipe: dict[str, Any], path: str) -> dict[str, Any]:
-    """
-    Return `reward`, the functions whose files exist, and `reward_weights`, a weight for each name.
-    """
+    """Return `reward` (the functions with existing files) and `reward_weights` (by name)."""
     settings: dict[str, Any] = {}
     names = list_reward_names(recipe)
     with_file = [name for name in names if find_reward_function(path, name)]
@@ -292,33 +290,39 @@ def _derive_rewards(recipe: dict[str, Any], path: str) -> dict[str, Any]:
     return settings
 
 
-def find_dataset_location(sets: Any, names: list[Any], path: str, side: str = "train") -> str:
+def find_dataset_location(
+    trl_datasets: Any, name_config_split: list[Any], recipe_path: str, side: str = "train"
+) -> str:
     """
     Return the path of a data file, or a hub data set as NAME:CONFIGURATION:SPLIT.
 
     Returns "" unless exactly one location is named.
 
-    sets: the value of `datasets` in a TRL recipe.
-    names: the name, configuration and split of a data set, which are used if `sets` names none.
-    path: the TRL recipe; data files are looked up in its directory first.
+    trl_datasets: the value of `datasets` in a TRL recipe.
+    name_config_split: the name, configuration and split of a data set, which are used if
+        `trl_datasets` names none.
+    recipe_path: the TRL recipe; data files are looked up in its directory first.
     side: "train" or "test"; chooses a file if there are several data files.
     """
-    if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
-        names = [sets[0].get(part) for part in ("path", "name", "split")]
-        files = sets[0].get("data_files")
+    names = name_config_split
+    is_single = isinstance(trl_datasets, list) and len(trl_datasets) == 1
+    if is_single and isinstance(trl_datasets[0], dict):
+        dataset = trl_datasets[0]
+        names = [dataset.get(part) for part in ("path", "name", "split")]
+        files = dataset.get("data_files")
         if files:  # In this case `path` is only a file format, and `split` is not needed.
             names = _choose_data_files(files, side)
     texts = [name for name in names if name]
     if not names or not names[0] or any(type(text) is not str for text in texts):
         return ""
-    for file in (Path(path).parent / names[0], Path(names[0])):
+    for file in (Path(recipe_path).parent / names[0], Path(names[0])):
         if file.is_file():
             return str(file)
     return ":".join(texts)
 
 
 def _choose_data_files(files: Any, side: str) -> list[Any]:
-    """Return the data files for one side, "train" or "test". A single file serves both sides."""
+    """Return the data files for "train" or "test". A single file serves for both."""
     if not isinstance(files, dict):
         return [files]
     chosen = []

@@ -18,7 +18,7 @@ import yaml
 
 from config import SETTINGS, Config, MemoryDependentSizes, is_user_function
 from disk.places import list_existing_paths, replace_paths_in_settings, settings_with_new_paths
-from flags import Parser, add_flags, explain_missing_run, flag_of, parse_seeds
+from flags import Parser, add_flags, explain_missing_run, flag_of, parse_seed_count_or_list
 from settings.checks import check_settings
 from text.commands import command_prefix
 from text.documents import load_yaml
@@ -31,7 +31,7 @@ from text.printable import escape_invisible
 COMMAND = {
     "config": (
         "FILE",
-        "recipe to use instead of the task's recipe; the `config.yaml` of a run repeats that run",
+        "recipe to use instead of the task's recipe; to repeat a run, give its `config.yaml`",
     ),
     "eval_data": (
         "FILE",
@@ -45,12 +45,12 @@ COMMAND = {
     ),
     "seeds": (
         "N",
-        "repeat the run with N seeds, counting up from --seed, or with a list of seeds: 1,2,5",
+        "repeat the run with N seeds, counting up from --seed, or with listed seeds, such as 1,2,5",
     ),
     "no_look": (
         "",
-        "continue after the first four steps even if the rewards within each group were equal and "
-        "more than five minutes of training are left",
+        "continue after the first four steps, even if the rewards within each group were equal and "
+        "more than five minutes of training remain",
     ),
     "let_sleep": ("", "let the Mac go to sleep during training"),
     "wired_limit": (
@@ -84,7 +84,7 @@ RECIPES = {  # the name of the recipe for a bundled model and a kind of task
     ("demo:rg", "rg"): "demo-rg",
     ("demo:rg", "own"): "demo-rg",
 }
-# Settings that no longer exist. Each may still be in a `config.yaml`, if it has this value.
+# Settings that no longer exist. A `config.yaml` may still contain them with these values.
 REMOVED = {
     "curriculum": False,
     "dynamic_sampling": False,
@@ -95,7 +95,7 @@ REMOVED = {
     "allow_unreadable": False,
 }
 MOST_EXPLAINED = 4  # If a file has more unknown settings, the error message lists only their names.
-SMALL = 4e8  # Models with fewer parameters than this have other default settings for --data.
+SMALL = 4e8  # Models with fewer parameters have other default settings for --data.
 
 # A learning rate below the recipe's rate divided by this number hardly changes the model.
 LOW = 4
@@ -114,7 +114,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
         if name == "resume":
             parser.add_argument(flag, help=text, metavar=metavar, nargs="?", const=True)
         elif name == "seeds":
-            parser.add_argument(flag, help=text, metavar=metavar, type=parse_seeds)
+            parser.add_argument(flag, help=text, metavar=metavar, type=parse_seed_count_or_list)
         elif metavar:
             parser.add_argument(flag, help=text, metavar=metavar)
         else:
@@ -139,8 +139,7 @@ def make_paths_absolute(settings: dict[str, Any], *folders: Path) -> dict[str, A
     Return a copy of settings with absolute paths, so that a run finds its files from any directory.
 
     A relative path is first looked up in the working directory, then in each of `folders`.
-    A text that is not the path of a file is not changed: it may be a hub id, a bundled model or a
-    mistake.
+    All other texts stay as they are, since they may be hub ids, bundled models or mistakes.
     """
 
     def find_absolute_path(text: str) -> str | None:
@@ -169,7 +168,7 @@ def list_existing_files(settings: dict[str, Any]) -> list[str]:
 
 def find_missing_files(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """
-    Find the absolute paths in settings at which no file exists. Yields pairs of a flag and a path.
+    Yield the flag and the path for each absolute path in settings at which no file exists.
 
     --init-adapter is not checked, because each run has its own copy of the adapter.
     """
@@ -221,7 +220,8 @@ def resolve_settings(
     if not task and requested.data.path:
         task = "own"
     elif not task:
-        task = "env" if requested.tools.env else BUNDLED_TASKS.get(model, "values")
+        has_environment = requested.tools.env or requested.tools.env_server
+        task = "env" if has_environment else BUNDLED_TASKS.get(model, "values")
     config = merge_settings(flags | {"model": model, "task": task}, recipe)
 
     line = f"model: {model}, {reason}; {describe_task_and_data(config)}"
@@ -269,7 +269,7 @@ def _describe_recipe_values(config: Config, task: str, model: str) -> str:
 
 
 def describe_task_and_data(config: Config) -> str:
-    """The task of a run, and for --loss-type sft also the file of replies, for the first line."""
+    """The task of a run, and with --loss-type sft also its data file, as text for the console."""
     task = f"task: {config.data.task}"
     if config.objective.loss_type == "sft":
         return f"replies: {config.data.path}; {task}"
@@ -393,15 +393,15 @@ def load_recipe(path: Path) -> dict[str, Any]:
         if key not in REMOVED or value != REMOVED[key]:
             settings[key] = value
     refuse_unknown_settings(settings, f"--config {path}: ")
-    report_literal_escapes(path, settings.get("stop"))
+    warn_of_literal_escapes(path, settings.get("stop"))
     settings = make_paths_absolute(settings, path.parent)
     return (
         settings_with_new_paths(settings, path.parent) if path.name == "config.yaml" else settings
     )
 
 
-def report_literal_escapes(path: Path, stop_texts: Any) -> None:
-    r"""Print a warning for each stop text of a YAML file with \n or \t as two characters."""
+def warn_of_literal_escapes(path: Path, stop_texts: Any) -> None:
+    r"""Print a warning for each stop text of a YAML file in which \n or \t is two characters."""
     for text in stop_texts if isinstance(stop_texts, list) else [stop_texts]:
         escape = re.search(r"\\[nt]", text) if isinstance(text, str) else None
         if escape:
@@ -454,7 +454,7 @@ def to_yaml(config: Config, sizes: MemoryDependentSizes | None = None) -> str:
     return yaml.safe_dump(values, sort_keys=False)
 
 
-def command_with_extras(settings: Mapping[str, Any], program: str = "train.py") -> str:
+def command_prefix_with_extras(settings: Mapping[str, Any], program: str = "train.py") -> str:
     """The beginning of a command that runs a program with the extras that the settings need."""
     task = settings.get("task") or ""
     model = str(settings.get("model", ""))

@@ -17,7 +17,7 @@ from config import Config
 from step.sample import Sample, group_samples, pad_rows
 from step.scoring import RewardWeights
 
-# one in this many samples without a gradient is computed anyway, for the statistics
+# one in this many samples without a gradient is computed anyway, for statistics
 MEASURED_OF = 8
 # A function from rewards (B, G) float64 to advantages (B, G). If a group has fewer than G samples,
 # the missing rewards are nan. An advantage of nan leaves the sample out of the update; a user's own
@@ -36,12 +36,14 @@ def assign_advantages(
 
     custom_function: a user's function that computes the advantages instead of ours.
     """
-    groups = [choose_completions(config, group) for group in group_samples(samples)]
-    chosen_groups = [[sample for sample in group if sample.is_chosen] for group in groups]
+    groups = [mark_chosen_completions(config, group) for group in group_samples(samples)]
+    chosen_groups = []
+    for group in groups:
+        chosen_groups.append([sample for sample in group if sample.is_chosen])
     group_advantages = compute_advantages(config, chosen_groups, weights, custom_function)
     differences = group_advantages
     if custom_function is not None or grpo.compares_whole_step(config.objective.advantage):
-        # these advantages may be other than 0 although all rewards of a group are equal
+        # these advantages may differ from 0 although all rewards of a group are equal
         differences = grpo.group_advantages(
             padded_reward_table(chosen_groups), "none", signal_floor=grpo.SIGNAL_FLOOR
         )
@@ -50,7 +52,7 @@ def assign_advantages(
     for group, advantages, group_differences in zip(
         groups, group_advantages, differences, strict=True
     ):
-        group = _with_advantages(group, advantages)
+        group = _copies_with_advantages(group, advantages)
         has_signal = any(
             has_nonzero_advantage(sample) and counts_in_loss(config, sample) for sample in group
         )
@@ -60,13 +62,13 @@ def assign_advantages(
     return samples
 
 
-def _with_advantages(group: list[Sample], advantages: np.ndarray) -> list[Sample]:
+def _copies_with_advantages(group: list[Sample], advantages: np.ndarray) -> list[Sample]:
     """
     The samples of a group with their advantages; a sample that was not chosen gets 0.
 
-    advantages: (G,) or (G, K), one row for each chosen sample, in their order, and then padding.
-    A sample whose advantage is nan is not chosen either. It leaves the divisors of the loss. A
-    sample whose advantage is 0 stays in them.
+    advantages: (G,) or (G, K), one row for each chosen sample in order, followed by padding.
+    A sample whose advantage is nan becomes unchosen, so that the averages in the loss leave it out.
+    A sample whose advantage is 0 still counts in them.
     """
     chosen_rows = [row for row, sample in enumerate(group) if sample.is_chosen]
     advantage_of_row = dict(zip(chosen_rows, advantages, strict=False))
@@ -81,12 +83,12 @@ def _with_advantages(group: list[Sample], advantages: np.ndarray) -> list[Sample
     return completed
 
 
-def choose_completions(config: Config, group: list[Sample]) -> list[Sample]:
+def mark_chosen_completions(config: Config, group: list[Sample]) -> list[Sample]:
     """
-    The samples of a group, with `is_chosen` set, which says whether the update trains a sample.
+    Copies of the samples of a group with `is_chosen` set. Only chosen samples are trained on.
 
-    --train-completions M chooses the M samples whose rewards have the largest variance. It never
-    chooses a sample that --truncated mask excludes from the loss.
+    --train-completions M chooses the M samples whose rewards have the largest variance, and never
+    one that --truncated mask excludes from the loss.
     """
     num_chosen = config.objective.train_completions
     if num_chosen is None:
@@ -117,10 +119,9 @@ def compute_advantages(
         name_weights = [weights[name] for name in names]
         return grpo.gdpo_decoupled_advantages(np.array(tables), name_weights, grpo.SIGNAL_FLOOR)
     if first.turn_rewards is not None:
-        turn_rewards = [
-            [turn_rewards_with_remainder_in_last_turn(sample) for sample in group]
-            for group in groups
-        ]
+        turn_rewards = []
+        for group in groups:
+            turn_rewards.append(list(map(turn_rewards_with_remainder_in_last_turn, group)))
         return grpo.turn_advantages(turn_rewards, settings.scale_rewards, grpo.SIGNAL_FLOOR)
 
     rewards = padded_reward_table(groups)
@@ -158,7 +159,7 @@ def turn_rewards_with_remainder_in_last_turn(sample: Sample) -> list[float]:
     single turn, is added to the last turn.
     """
     turn_rewards = sample.turn_rewards or []
-    rewards = turn_rewards + [0.0] * (len(sample.turn_spans) - len(turn_rewards))
+    rewards = turn_rewards + [0.0] * (len(sample.turn_begins_and_ends) - len(turn_rewards))
     rewards[-1] += sample.reward - sum(turn_rewards)
     return rewards
 
@@ -171,7 +172,7 @@ def repeat_turn_advantages_per_token(sample: Sample, advantages: np.ndarray) -> 
     """
     if advantages.ndim == 0:
         return float(advantages)
-    lengths = [end - begin for begin, end in sample.turn_spans]
+    lengths = [end - begin for begin, end in sample.turn_begins_and_ends]
     return np.repeat(advantages[: len(lengths)], lengths)
 
 
@@ -194,13 +195,15 @@ def mark_for_update(
     """
     Copies of all samples with `has_gradient` and `weight` set. A weight of 0 leaves a sample out.
 
-    If --truncated mask excludes a sample, no average counts the sample or its tokens. A sample
-    whose advantage is 0 has no gradient, unless `all_have_gradient` is true; `StepLoss` finds out
-    from the loss whether it is. A sample that --train-completions or an own advantage left out
-    never has a gradient. Most samples without a gradient are left out. But one in MEASURED_OF
-    samples without a gradient is computed. The weights of these samples make them represent the
-    tokens of all samples without a gradient, so that averaged statistics stay unbiased. Each step
-    computes different samples without a gradient.
+    A sample has no gradient if its advantage is 0, unless `all_have_gradient` is true. A sample
+    that was not chosen never has one. If --truncated mask excludes a sample, no average counts it.
+
+    Of the samples without a gradient, only one in `MEASURED_OF` is computed, and each step computes
+    different ones. Their weights make them represent the tokens of all samples without a gradient,
+    so that averaged statistics stay unbiased.
+
+    all_have_gradient: whether the loss has a gradient even where the advantage is 0, as determined
+    by `StepLoss`.
     """
     selected = []
     for sample in samples:
@@ -216,7 +219,7 @@ def mark_for_update(
     if not idle_rows:
         return selected
     num_measured = math.ceil(len(idle_rows) / MEASURED_OF)
-    # neighboring rows are chosen, because most of them share a prompt, which is computed only once
+    # neighboring rows are chosen, because most share a prompt, which is then computed only once
     places = range(step * num_measured, (step + 1) * num_measured)
     measured_rows = [idle_rows[place % len(idle_rows)] for place in places]
     num_idle_tokens = sum(len(selected[row].loss_positions) for row in idle_rows)

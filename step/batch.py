@@ -1,13 +1,13 @@
 """
 Pads samples into batches, which contain everything that the loss needs.
 
-A row is a prompt and its response. Where it is cheaper, the model computes each distinct prompt
-only once, with a gradient, and all responses to the prompt continue from the cached result. With or
-without this sharing of prompts, a token has the same position and the same preceding tokens, and
-therefore the same gradient. In a response, the loss covers only the tokens that the policy wrote.
+A row is a prompt and its response. If it saves enough work, the rows share prompts: the model
+computes each distinct prompt only once, with a gradient, and all responses to the prompt continue
+from the cached result. Sharing changes neither the position of a token nor the tokens before it, so
+the gradient stays the same. In a response, the loss covers only the tokens that the policy wrote.
 
 Axes: N samples of the step, M rows and B prompts of a batch, P prompt positions, L positions of a
-row, T tokens that the policy wrote, C hidden width.
+row, T tokens that the policy wrote, C hidden width, D hidden width of the teacher.
 """
 
 import math
@@ -31,7 +31,7 @@ LEAST_SAVED = 0.2
 # A group that shares its prompt may have up to this many times the token budget before it is split.
 ROOM = 9 / 8
 
-# for each batch: its rows, and its number of positions including padding
+# for each batch, the indices of its rows, and its number of positions including padding
 BatchPlan = list[tuple[list[int], int]]
 
 
@@ -44,15 +44,15 @@ class SharedPrompts(NamedTuple):
 
     @classmethod
     def from_prompts(cls, prompts: list[list[int]]) -> "SharedPrompts":
-        """The distinct prompts in a list of M prompts, which has one prompt per row."""
+        """The distinct prompts in a list with the prompts of M rows."""
         distinct = list(dict.fromkeys(map(tuple, prompts)))
-        place_of = {prompt: place for place, prompt in enumerate(distinct)}
+        index_of = {prompt: index for index, prompt in enumerate(distinct)}
         tokens = pad_rows_to_mx_array(distinct)
         lengths = [len(prompt) for prompt in distinct]
-        return cls(tokens, lengths, [place_of[tuple(prompt)] for prompt in prompts])
+        return cls(tokens, lengths, [index_of[tuple(prompt)] for prompt in prompts])
 
     def select_rows(self, rows: list[int]) -> "SharedPrompts":
-        """The prompts of only the given rows. Prompts that no row needs are dropped."""
+        """Only the given rows, with the prompts that these rows need."""
         row_parents = [self.parents[row] for row in rows]
         remaining = sorted(set(row_parents))
         lengths = [self.lengths[parent] for parent in remaining]
@@ -89,17 +89,18 @@ class Batch(NamedTuple):
     mini_batch: int  # the index of the mini-batch
     num_rows: float  # mean number of samples in the loss, per mini-batch
     num_loss_tokens: float  # mean number of tokens in the loss, per mini-batch
-    # mean number of tokens in statistics, per mini-batch; --train-completions leaves out none
+    # mean number of tokens in statistics, per mini-batch, including the samples that
+    # --train-completions leaves out
     num_counted_tokens: float
     is_trained: bool  # False: the batch is computed only for statistics and is not in the loss
 
-    # (M, 1) bool, whether an earlier policy wrote the row; None if there is no such row
+    # (M, 1) bool, whether an earlier policy wrote the row; None if no row is replayed
     is_replayed: mx.array | None = None
 
-    # ---- fields that are set after the batch was made
+    # ---- fields that are set later
     old_logprobs: mx.array | None = None  # (M, T) under the policy before the update
 
-    # (M, T) other arrays that the loss needs, with the field names of grpo.Tokens
+    # (M, T) other arrays that the loss needs, by their field names in grpo.Tokens
     columns: dict[str, mx.array] = EMPTY
     # the teacher's hidden states (M, T, D) and its output weights
     lesson: TeacherStatesAndHead | None = None
@@ -159,36 +160,38 @@ def make_batches(
     is a sum divided by the mean number of tokens per mini-batch, and not by the number of tokens in
     that mini-batch. So a token has the same weight in every mini-batch. Source: TRL 1.16.
 
-    No divisor of the loss counts the samples that --train-completions leaves out. Those of them
-    that are computed for statistics are in separate batches.
+    The divisors of the loss do not count samples that --train-completions leaves out. If they
+    are computed for statistics, they have batches of their own, whose `is_trained` is False.
     """
     prompts = [sample.prompt for sample in samples]
     lengths = np.array([len(sample.response_ids) if sample.weight else 0 for sample in samples])
     groups = list(dict.fromkeys(sample.group for sample in samples))
-    place_of = {group: place for place, group in enumerate(groups)}
+    index_of_group = {group: index for index, group in enumerate(groups)}
     mini_batch_of = np.array(
-        [place_of[sample.group] * num_mini_batches // len(groups) for sample in samples]
+        [index_of_group[sample.group] * num_mini_batches // len(groups) for sample in samples]
     )
     is_chosen = np.array([sample.is_chosen for sample in samples])
     num_tokens = np.array([len(sample.loss_positions) for sample in samples])
 
     batches: list[Batch] = []
     for mini_batch in range(num_mini_batches):
-        is_here = mini_batch_of == mini_batch
+        is_in_mini_batch = mini_batch_of == mini_batch
         new_batches = []
         for is_trained in (True, False):
-            lengths_here = lengths * (is_here & (is_chosen == is_trained))
-            is_shared, plan = plan_batches_and_sharing(prompts, lengths_here, token_budget, sharing)
+            is_planned = is_in_mini_batch & (is_chosen == is_trained)
+            is_shared, plan = plan_batches_and_sharing(
+                prompts, lengths * is_planned, token_budget, sharing
+            )
             for rows, _ in plan:
                 batch = _pad_samples_into_batch(rows, [samples[row] for row in rows], is_shared)
                 new_batches.append(batch._replace(is_trained=is_trained))
         local = set(
             world.own_item_indices([batch.num_positions_with_padding for batch in new_batches])
         )
-        for place, batch in enumerate(new_batches):
+        for index, batch in enumerate(new_batches):
             batches.append(
                 batch._replace(
-                    is_local=place in local,
+                    is_local=index in local,
                     mini_batch=mini_batch,
                     num_rows=int(is_chosen.sum()) / num_mini_batches,
                     num_loss_tokens=int(num_tokens[is_chosen].sum()) / num_mini_batches,
@@ -205,7 +208,7 @@ def plan_batches_and_sharing(
     Returns whether the rows share prompts, and the rows of each batch.
 
     response_lengths: the number of response tokens of each of the N samples. A sample with length 0
-    is left out. sharing: "on", "off", or "auto", which shares prompts if that saves at least the
+    is left out. sharing: "on", "off", or "auto", which shares prompts if this saves at least the
     fraction LEAST_SAVED of the positions.
     """
     rows = np.flatnonzero(response_lengths).tolist()
@@ -228,24 +231,24 @@ def plan_batches_and_sharing(
 
 
 def _pack_groups_into_batches(
-    groups: list[tuple[int, list[int]]], width: dict[int, int], token_budget: int
+    groups: list[tuple[int, list[int]]], row_widths: dict[int, int], token_budget: int
 ) -> BatchPlan:
     """
     Packs whole groups into batches, in ascending order of each group's longest row.
 
     A group that exceeds ROOM times the budget is split evenly. groups: for each group, the length
-    of its prompt, and its rows in ascending order of their widths. width: the number of positions
-    of each row after the prompt.
+    of its prompt, and its rows in ascending order of their widths. row_widths: the number of
+    positions of each row after the prompt.
     """
     plan: BatchPlan = []
     num_prompts = 0  # in the last batch
     longest_prompt = 0  # in the last batch
-    for prompt_length, group in sorted(groups, key=lambda group: width[group[1][-1]]):
+    for prompt_length, group in sorted(groups, key=lambda group: row_widths[group[1][-1]]):
         if plan:
             last_rows, _ = plan[-1]
             longest = max(longest_prompt, prompt_length)
             # groups are sorted by width, so the widest row so far is in this group
-            widest = width[group[-1]]
+            widest = row_widths[group[-1]]
             size = (num_prompts + 1) * longest + (len(last_rows) + len(group)) * widest
             if size <= token_budget:
                 plan[-1] = (last_rows + group, size)
@@ -254,12 +257,12 @@ def _pack_groups_into_batches(
                 continue
 
         room = int(ROOM * token_budget) - prompt_length
-        most_rows = max(room // max(width[group[-1]], 1), 1)
+        most_rows = max(room // max(row_widths[group[-1]], 1), 1)
         num_batches = math.ceil(len(group) / most_rows)
         rows_per_batch = math.ceil(len(group) / num_batches)
         for begin in range(0, len(group), rows_per_batch):
             rows = group[begin : begin + rows_per_batch]
-            plan.append((rows, prompt_length + len(rows) * width[rows[-1]]))
+            plan.append((rows, prompt_length + len(rows) * row_widths[rows[-1]]))
         num_prompts = 1
         longest_prompt = prompt_length
     return plan
@@ -274,7 +277,7 @@ def _pad_samples_into_batch(rows: list[int], samples: list[Sample], shares_promp
     most_tokens = max(len(sample.loss_positions) for sample in samples)
     # Each token of a response is predicted by the hidden state at the previous position. The first
     # token is predicted by the hidden state at the last token of the prompt.
-    places = np.array(
+    state_indices = np.array(
         [
             [*sample.loss_positions, *range(len(sample.loss_positions), most_tokens)]
             for sample in samples
@@ -283,11 +286,11 @@ def _pad_samples_into_batch(rows: list[int], samples: list[Sample], shares_promp
     if shares_prompts:
         tokens = [sample.response_ids[:-1] for sample in samples]
         # the first hidden state is the one at the last token of the prompt
-        places = np.minimum(places, max(map(len, tokens)))
+        state_indices = np.minimum(state_indices, max(map(len, tokens)))
     else:
         tokens = [sample.prompt + sample.response_ids[:-1] for sample in samples]
         last_of_prompt = np.array([[len(sample.prompt) - 1] for sample in samples])
-        places = np.minimum(places + last_of_prompt, max(map(len, tokens)) - 1)
+        state_indices = np.minimum(state_indices + last_of_prompt, max(map(len, tokens)) - 1)
     is_in_order = shares_prompts and all(
         len(sample.loss_positions) == len(sample.response_ids) for sample in samples
     )
@@ -309,7 +312,7 @@ def _pad_samples_into_batch(rows: list[int], samples: list[Sample], shares_promp
         else None,
         pad_rows_to_mx_array(tokens),
         list(map(len, tokens)),
-        None if is_in_order else mx.array(places.astype(np.int32)),
+        None if is_in_order else mx.array(state_indices.astype(np.int32)),
         completion_ids=pad_rows_to_mx_array([sample.completion_ids for sample in samples]),
         mask=pad_rows_to_mx_array(
             [np.ones(len(sample.loss_positions)) for sample in samples], np.float32
@@ -355,7 +358,7 @@ def completion_hidden_states(
         prompt_states = model.hidden(tokens, cache, checkpoint_layers)  # (B, P, C)
         last_states = prompt_states[mx.arange(len(lengths)), mx.array(lengths) - 1]  # (B, C)
         states = last_states[mx.array(parents)][:, None]  # (M, 1, C)
-        if batch.tokens.shape[1]:  # 0 if every completion is one token, predicted by the prompt
+        if batch.tokens.shape[1]:  # 0 if every completion is a single token
             response_cache = cache.with_new_level(batch.lengths, parents)
             response_states = model.hidden(batch.tokens, response_cache, checkpoint_layers)
             states = mx.concatenate([states, response_states], axis=1)  # (M, 1 + L, C)

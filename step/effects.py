@@ -1,9 +1,9 @@
 """
-Finds the loss settings of a run that do not change its training, before the first step.
+Before the first step, finds the loss settings of a run that do not change its training.
 
-Whether a setting changes the training follows from the loss: the gradient on made-up tokens is
+To find out whether a setting changes the training, the gradient of the loss on made-up tokens is
 computed with the setting and without it. So this file needs no list of the settings that each loss
-uses, and it covers a user's own loss, too.
+uses, and it also works for a user's own loss.
 
 With one update per rollout, the importance ratio is always 1. Then no clip range has an effect, and
 some losses have the same gradient.
@@ -22,7 +22,7 @@ from config import SETTINGS, Config, is_user_function
 from flags import flag_of
 from step.loss import make_objective
 
-# for each setting of a loss: a value with which the setting changes nothing
+# for each setting of a loss, a value at which the setting changes nothing
 NEUTRAL: dict[str, Any] = {
     "epsilon": 1e9,
     "epsilon_high": 1e9,
@@ -41,25 +41,25 @@ def describe_settings_without_effect(
     config: Config, own_loss: grpo.LossFunction | None = None
 ) -> list[str]:
     """
-    A line for each setting of the loss that is not at its default and does not change the training.
+    A line for each loss setting that differs from its default but does not change the training.
 
     own_loss: the user's own loss function; None for the loss that --loss-type names.
     """
     if config.objective.loss_type in ("sft", "distill"):
         return []  # settings/checks.py refuses the settings that these losses cannot use
     loss = own_loss or grpo.LOSSES[config.objective.loss_type]
-    lines = list(_describe_bounds_without_effect(config, loss))
+    lines = list(_describe_unused_loss_settings(config, loss))
     lines += _describe_loss_with_equal_gradient(config, loss)
     lines += _describe_unused_reference(config, loss)
     return lines
 
 
-def _describe_bounds_without_effect(config: Config, loss: grpo.LossFunction) -> Iterator[str]:
+def _describe_unused_loss_settings(config: Config, loss: grpo.LossFunction) -> Iterator[str]:
     """A line for each setting in NEUTRAL that is set but does not change the gradient."""
     objective = make_objective(config)
     values = config.to_flags()
     defaults = Config.from_flags().to_flags()
-    tokens = make_varied_tokens(config, has_one_update(config))
+    tokens = make_varied_tokens(config, has_one_update_per_rollout(config))
     tokens_of_later_updates = make_varied_tokens(config, are_ratios_one=False)
     for name, neutral_value in NEUTRAL.items():
         assert name in SETTINGS, name
@@ -73,12 +73,12 @@ def _describe_bounds_without_effect(config: Config, loss: grpo.LossFunction) -> 
             loss_type = config.objective.loss_type
             yield f"{setting} has no effect, because --loss-type {loss_type} does not use it"
         else:
-            yield f"{setting} has no effect, because {_explain_one_update()}"
+            yield f"{setting} has no effect, because {_explain_why_ratio_is_one()}"
 
 
 def _describe_loss_with_equal_gradient(config: Config, loss: grpo.LossFunction) -> Iterator[str]:
     """A line if the loss trains exactly like one that grpo.LOSSES lists before it."""
-    if not has_one_update(config):
+    if not has_one_update_per_rollout(config):
         return
     loss_type = config.objective.loss_type
     objective = make_objective(config)
@@ -86,47 +86,53 @@ def _describe_loss_with_equal_gradient(config: Config, loss: grpo.LossFunction) 
     for name, other in grpo.LOSSES.items():
         if name in (loss_type, "sft", "distill"):
             return
-        # a range that clips nothing: --epsilon-high of cispo means another thing in other losses
+        # --epsilon-high has a different meaning in cispo, so the other loss gets a value that clips
+        # nothing
         other_objective = objective._replace(loss_type=name, epsilon_high=NEUTRAL["epsilon_high"])
         if have_equal_gradients(loss, objective, other, other_objective, tokens):
             yield (
                 f"--loss-type {loss_type} trains exactly like --loss-type {name}, because "
-                f"{_explain_one_update()}"
+                f"{_explain_why_ratio_is_one()}"
             )
             return
 
 
 def _describe_unused_reference(config: Config, loss: grpo.LossFunction) -> Iterator[str]:
-    """A line if --beta asks for reference log-probabilities that an own loss does not use."""
+    """A line if --beta requires reference log-probabilities that the user's own loss ignores."""
     settings = config.objective
     if not settings.beta or not is_user_function(settings.loss_type):
         return
     objective = make_objective(config)
-    tokens = make_varied_tokens(config, has_one_update(config))
+    tokens = make_varied_tokens(config, has_one_update_per_rollout(config))
     assert tokens.ref_logprobs is not None
     other = tokens._replace(ref_logprobs=tokens.ref_logprobs - 0.5)
-    if not _are_close(_gradient(loss, objective, tokens), _gradient(loss, objective, other)):
+    if not _are_gradients_close(
+        _gradient_of_logprobs(loss, objective, tokens),
+        _gradient_of_logprobs(loss, objective, other),
+    ):
         return
 
     fact = (
         f"the gradient of --loss-type {settings.loss_type} does not depend on tokens.ref_logprobs"
     )
-    has_same_sums = _sums(loss, objective, tokens) == _sums(loss, objective, other)
+    has_same_sums = _compute_loss_sums(loss, objective, tokens) == _compute_loss_sums(
+        loss, objective, other
+    )
     if not has_same_sums:
-        yield f"--beta {settings.beta:g} only measures a metric, because {fact}"
+        yield f"--beta {settings.beta:g} affects only a metric, because {fact}"
         return
     yield (
-        f"--beta {settings.beta:g} pays for a reference pass in every step that nothing uses, "
-        f"because {fact}; set --beta 0"
+        f"--beta {settings.beta:g} adds a reference pass to every step, but nothing uses its "
+        f"result, because {fact}; set --beta 0"
     )
 
 
-def has_one_update(config: Config) -> bool:
+def has_one_update_per_rollout(config: Config) -> bool:
     """Whether each rollout gets a single update, so that every importance ratio is 1."""
     return config.optimizer.num_iterations == config.optimizer.mini_batches == 1
 
 
-def _explain_one_update() -> str:
+def _explain_why_ratio_is_one() -> str:
     return (
         "each rollout gets one update (--num-iterations 1, --mini-batches 1), so the importance "
         "ratio is always 1"
@@ -176,11 +182,13 @@ def have_equal_gradients(
     tokens: grpo.Tokens,
 ) -> bool:
     """Whether two losses have the same gradient on the tokens, apart from rounding."""
-    gradient = _gradient(loss, objective, tokens)
-    return _are_close(gradient, _gradient(other_loss, other_objective, tokens))
+    gradient = _gradient_of_logprobs(loss, objective, tokens)
+    return _are_gradients_close(
+        gradient, _gradient_of_logprobs(other_loss, other_objective, tokens)
+    )
 
 
-def _gradient(
+def _gradient_of_logprobs(
     loss: grpo.LossFunction, objective: grpo.Objective, tokens: grpo.Tokens
 ) -> np.ndarray:
     """The gradient of the loss with respect to the log-probabilities, (M, T)."""
@@ -191,12 +199,14 @@ def _gradient(
     return np.array(mx.grad(trial_loss_at)(tokens.logprobs))
 
 
-def _are_close(gradient: np.ndarray, other: np.ndarray) -> bool:
+def _are_gradients_close(gradient: np.ndarray, other_gradient: np.ndarray) -> bool:
     scale = np.abs(gradient).max()
-    return bool(np.abs(gradient - other).max() <= TOLERANCE * scale)  # False if a value is nan
+    return bool(
+        np.abs(gradient - other_gradient).max() <= TOLERANCE * scale
+    )  # False if a value is nan
 
 
-def _sums(
+def _compute_loss_sums(
     loss: grpo.LossFunction, objective: grpo.Objective, tokens: grpo.Tokens
 ) -> dict[str, Any]:
     """The statistics that the loss returns."""

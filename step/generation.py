@@ -1,5 +1,5 @@
 """
-Lets the model generate the responses for the samples of a step.
+Generates the responses of a step's samples with the model.
 
 Tokens are sampled in sampler.py, and tool calls are answered in tools/episodes.py.
 
@@ -8,7 +8,7 @@ Axes: N samples.
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,14 +16,34 @@ import gwen
 import sampler
 from disk import ends
 from machine import memory, world
-from prompts.examples import last_user_text
-from rewards.statements import open_thought_text
+from prompts.examples import Example, last_user_text
+from rewards.statements import unclosed_thought_in_prompt
 from step.sample import EMPTY, Sample
 from tools.episodes import Episodes
 from tools.toolbox import Toolbox
 
 # only this many tokens at the end of a prompt are searched for a tag that opens a thought
 PROMPT_END = 64
+
+
+class Player(Protocol):
+    """Plays whole episodes outside of this process: a `step.player.HarnessPlayer`."""
+
+    context: int  # the most tokens of a conversation
+
+    def encode_prompt(self, example: Example) -> list[int]: ...
+
+    def play_samples(
+        self,
+        model: gwen.Model,
+        samples: list[Sample],
+        params: sampler.SamplingParams,
+        *,
+        key: int,
+        batch_size: memory.BatchSize,
+        seed: str,
+        is_evaluation: bool,
+    ) -> tuple[list[Sample], sampler.RolloutStats]: ...
 
 
 def generate_completions(
@@ -35,22 +55,37 @@ def generate_completions(
     key: int,
     batch_size: memory.BatchSize,
     toolbox: Toolbox | None = None,
+    player: Player | None = None,
     environment_seed: str = "",
     is_evaluation: bool = False,
     environment_reward_weights: Mapping[str, float] = EMPTY,
 ) -> tuple[list[Sample], sampler.RolloutStats]:
     """
-    Copies of the samples with their responses, and the time that generating them took.
+    Copies of the samples with their responses, and statistics on the speed of the generation.
 
     Each rank generates the responses for some of the prompts, and all ranks return all samples.
 
     key: all random numbers depend only on this key and on the row, so pass a new key for each
     rollout. batch_size: see `sampler.rollout`. toolbox: the tools and environments that the policy
-    may call. environment_seed: the seed of the environments. is_evaluation: see `Episodes`.
+    may call. player: plays the samples instead of the toolbox; in training, samples whose episodes
+    fail are then left out. environment_seed: the seed of the environments. is_evaluation: see
+    `Episodes`.
     environment_reward_weights: the weights of the rewards that the environments give.
 
     Raises ValueError, which names the prompt, if a log-probability is not finite.
     """
+    if player:
+        generated, stats = player.play_samples(
+            model,
+            samples,
+            params,
+            key=key,
+            batch_size=batch_size,
+            seed=environment_seed,
+            is_evaluation=is_evaluation,
+        )
+        return with_control_tokens(tokenizer, generated, params.eos_ids), stats
+
     episodes = None
     if toolbox:
         examples = [sample.example for sample in samples]
@@ -83,7 +118,7 @@ def generate_completions(
                 batch_size=batch_size,
                 episodes=episodes,
             )
-        except sampler.NotFinite as error:
+        except sampler.NonFiniteLogprob as error:
             text = last_user_text(local_samples[error.row].example["prompt"])
             raise ValueError(f"{error}. The prompt was {text!r:.200}") from error
         texts = decode_with_opening_think_tags(tokenizer, rollout, prompts, model.config.end_ids)
@@ -97,15 +132,27 @@ def generate_completions(
     all_fields = world.gather_sorted_by_number(
         local_fields, f"samples of the prompts {prompts_crc:x}"
     )
-    control_tokens = ends.control_tokens_without_ends(tokenizer, params.eos_ids)
-    generated = []
-    for sample, fields in zip(samples, all_fields, strict=True):
-        sample = sample._replace(**fields)
-        controls = ends.find_control_tokens(sample.prompt, sample.completion_ids, control_tokens)
-        generated.append(sample._replace(controls=controls))
+    generated = [
+        sample._replace(**fields) for sample, fields in zip(samples, all_fields, strict=True)
+    ]
+    generated = with_control_tokens(tokenizer, generated, params.eos_ids)
     if episodes:
         generated = episodes.add_conversations_to_samples(generated, environment_reward_weights)
     return generated, stats
+
+
+def with_control_tokens(
+    tokenizer: Any, samples: list[Sample], eos_ids: Sequence[int]
+) -> list[Sample]:
+    """Copies of the samples with `controls` set. eos_ids: the tokens that end a turn."""
+    control_tokens = ends.control_tokens_without_ends(tokenizer, eos_ids)
+    copies = []
+    for sample in samples:
+        controls = ends.control_tokens_in_response(
+            sample.prompt, sample.completion_ids, control_tokens
+        )
+        copies.append(sample._replace(controls=controls))
+    return copies
 
 
 def rollout_fields(
@@ -138,7 +185,7 @@ def decode_with_opening_think_tags(
     tokenizer: Any, rollout: sampler.Rollout, prompts: Sequence[list[int]], eos_ids: Sequence[int]
 ) -> list[str]:
     """
-    The decoded text of each row, with the tag that opens a thought if the prompt ends with it.
+    The text of each row, which begins with an opening thought tag if the prompt ends with one.
 
     Some chat templates put the tag "<think>" at the end of the prompt. If the text did not begin
     with this tag, a thought that was cut off would look like an answer. With tools, each turn after
@@ -150,7 +197,7 @@ def decode_with_opening_think_tags(
         prompt_end = tuple(prompt[-PROMPT_END:])
         if prompt_end not in openings:
             text = tokenizer.decode(list(prompt_end), skip_special_tokens=False)
-            openings[prompt_end] = open_thought_text(text)
+            openings[prompt_end] = unclosed_thought_in_prompt(text)
     if not any(openings.values()):
         return texts
 
@@ -179,9 +226,11 @@ def policy_ids_by_turn(
     A new turn begins wherever `loss_positions` has a gap.
     """
     turns: list[list[int]] = []
-    for number, place in enumerate(loss_positions):
-        if number == 0 or loss_positions[number - 1] != place - 1:
+    previous_position = None
+    for position in loss_positions:
+        if previous_position is None or position != previous_position + 1:
             turns.append([])
-        if response_ids[place] not in eos_ids:
-            turns[-1].append(response_ids[place])
+        if response_ids[position] not in eos_ids:
+            turns[-1].append(response_ids[position])
+        previous_position = position
     return turns

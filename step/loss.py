@@ -18,8 +18,8 @@ from layers.entropy import attach_entropy_gradient
 from step.batch import Batch, completion_hidden_states
 from step.loss_trial import needs_samples_without_advantage
 
-# The statistics of a loss function whose names in `metrics.jsonl` are their own names. All other
-# sums that a loss function returns get LOSS_PREFIX.
+# A loss function returns sums by name. These sums keep their names in `metrics.jsonl`. The names of
+# all other sums get LOSS_PREFIX.
 SUMS = ("kl", "clip_frac", "distill/kl")
 LOSS_PREFIX = "loss/"
 # statistics of how much the policy before the update differs from the sampler
@@ -28,7 +28,7 @@ MISMATCH = tuple(f"mismatch/{name}" for name in GAPS)
 # The statistics of each step, with their names in `metrics.jsonl`. They are means over the counted
 # tokens, or maxima if the name ends in `_max`. A loss function may add statistics of its own.
 MEASURED = ("kl", "distill/kl", "entropy", "clip_frac", *MISMATCH)
-# a larger ratio of the trainer's probability to the sampler's probability is not trusted
+# `over_cap_frac` counts larger ratios of the trainer's probability to the sampler's probability
 MISMATCH_CAP = 3.0
 
 
@@ -54,7 +54,7 @@ class UpdateResult(NamedTuple):
     lr_scale: float  # the factor on `lr` in the last optimizer step
     num_skipped: int  # number of optimizer steps skipped since the run began
     loss_scale: float  # the loss scale after the last optimizer step
-    # the statistics that MEASURED names, and those that the loss function adds
+    # the statistics named in MEASURED, and the loss function's own statistics
     means: dict[str, float | None]
     num_counted_tokens: int = 0  # number of tokens that the statistics count
     num_with_gradient: int = 0  # number of rows with a gradient
@@ -65,7 +65,7 @@ class UpdateResult(NamedTuple):
     moved: float | None = None
     num_backtracks: int = 0  # how often a step moved the policy too far and was shortened
     num_skipped_now: int = 0  # number of steps skipped because the gradient was not finite
-    num_forwards: int = 0  # forward passes of rows, including those of the reference model
+    num_forwards: int = 0  # rows passed forward through the policy or the reference model
     pad_frac: float | None = None  # fraction of the computed positions that are padding
 
 
@@ -94,9 +94,11 @@ class StepLoss:
         self.head = "frozen" if config.model.lora_rank else "trained"
         sampling = config.sampling
         # which tokens the sampler may draw; None if it may draw all tokens
-        self.support = softmax.Support.from_settings(sampling.top_p, sampling.top_k, sampling.min_p)
+        self.support = softmax.TruncationSettings.from_settings(
+            sampling.top_p, sampling.top_k, sampling.min_p
+        )
         # Whether a sample may have a gradient although its advantage is 0. A user's loss may depend
-        # on its tokens in a way that made-up tokens do not show, so it gets all samples.
+        # on its tokens in a way that made-up tokens do not show, so every sample is passed to it.
         is_custom = loss_function is not None
         self.all_have_gradient = is_custom or needs_samples_without_advantage(
             self.loss_function, self.objective
@@ -147,7 +149,7 @@ class StepLoss:
             logprobs_before_update = mx.stop_gradient(logprobs)
         tokens = grpo.Tokens(
             logprobs,
-            self.old_logprobs_of_rows(batch, logprobs_before_update),
+            self.old_logprobs_or_sampled_if_replayed(batch, logprobs_before_update),
             batch.advantages,
             batch.mask,
             num_items=batch.num_loss_tokens,
@@ -166,37 +168,40 @@ class StepLoss:
         counted = batch.mask * batch.weights
         stats = {"loss": loss, "entropy": (mx.stop_gradient(entropies) * counted).sum()}
         if batch.sampled_logprobs is not None:
-            stats |= measure_mismatch_with_sampler(
+            stats |= mismatch_sums_and_maxima(
                 logprobs_before_update, batch.sampled_logprobs, batch.mask, counted
             )
         return BatchLoss(loss, logprobs, stats | sums)
 
-    def old_logprobs_of_rows(self, batch: Batch, logprobs_before_update: mx.array) -> mx.array:
+    def old_logprobs_or_sampled_if_replayed(
+        self, batch: Batch, logprobs_before_update: mx.array
+    ) -> mx.array:
         """
-        The denominators of the importance ratio, as log-probabilities (M, T).
+        The log-probabilities (M, T) in the denominator of the importance ratio.
 
-        logprobs_before_update (M, T): under the policy before the update. A replayed row has the
-        sampler's log-probabilities instead. With --importance-sampling-correction, the weights
-        already contain the ratio of the policy before the update to the sampler.
+        logprobs_before_update (M, T): under the policy before the update. A replayed row gets the
+        sampler's log-probabilities instead. But with --importance-sampling-correction, no row does,
+        because the weights already contain the ratio of this policy to the sampler.
         """
         is_corrected = self.objective.importance_sampling_correction != "off"
         if batch.is_replayed is None or is_corrected:
             return logprobs_before_update
-        assert batch.sampled_logprobs is not None, "a replayed row has a sampler"
+        assert batch.sampled_logprobs is not None, "a replayed row has no sampled log-probabilities"
         return mx.where(batch.is_replayed, batch.sampled_logprobs, logprobs_before_update)
 
 
-def metric_name_of_sum(name: str) -> str:
+def metric_name_of_sum(sum_name: str) -> str:
     """The name in `metrics.jsonl` of a sum that a loss function returns."""
-    return name if name in SUMS else LOSS_PREFIX + name
+    return sum_name if sum_name in SUMS else LOSS_PREFIX + sum_name
 
 
-def measure_mismatch_with_sampler(
+def mismatch_sums_and_maxima(
     logprobs: mx.array, sampled_logprobs: mx.array, mask: mx.array, token_weights: mx.array
 ) -> dict[str, mx.array]:
     """
-    Compares log-probabilities (M, T) with those of the sampler. Returns the statistics in MISMATCH.
+    Compares log-probabilities (M, T) with the sampler's. Returns the statistics named in MISMATCH.
 
+    Statistics whose names end in `_max` are maxima. All others are sums over the tokens.
     token_weights (M, T): the mask times the weights of the rows.
     """
     gap = mx.abs(logprobs - sampled_logprobs) * mask

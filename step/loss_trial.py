@@ -15,10 +15,10 @@ import numpy as np
 
 import grpo
 
-# the values of tokens that depend on the policy, so that a loss can train through them
-POLICY_VALUES = ("logprobs", "entropies", "divergences")
-# the values of tokens that a loss may depend on
-VALUES = (
+# the fields of grpo.Tokens that depend on the policy, so that a loss can train the policy by them
+POLICY_FIELDS = ("logprobs", "entropies", "divergences")
+# the fields of grpo.Tokens on which a loss may depend
+TOKEN_FIELDS = (
     "logprobs",
     "entropies",
     "divergences",
@@ -27,16 +27,16 @@ VALUES = (
     "ref_logprobs",
     "sampled_logprobs",
 )
-# Sizes of a change of a value. The small one is a finite difference. The large one also changes a
-# loss that only compares values, for example with a threshold.
+# The sizes of the random changes to a field. The small change gives a finite difference. The large
+# change is needed for a loss that only compares the field with a threshold.
 CHANGES = (1e-2, 1.0)
 
 
-class ValueUse(NamedTuple):
-    """How a loss uses one of the values of its tokens."""
+class TokenFieldUse(NamedTuple):
+    """How a loss uses one field of its tokens."""
 
-    has_effect: bool  # whether another value gives another loss
-    has_gradient: bool  # whether the loss has a gradient with respect to the value
+    has_effect: bool  # whether a change to the field changes the loss
+    has_gradient: bool  # whether the loss has a gradient with respect to the field
 
 
 def make_fixed_tokens(has_reference: bool) -> grpo.Tokens:
@@ -68,30 +68,32 @@ def make_random_tokens(seed: int, has_reference: bool, has_teacher: bool = False
     mask = np.arange(6) < np.array([[6], [4], [5], [1]])
     logprobs = -rng.uniform(0.05, 3.0, shape)
 
-    def pad(values: np.ndarray) -> mx.array:
+    def array_with_7_at_padding(values: np.ndarray) -> mx.array:
         """The values as an array, with 7 at padding."""
         return mx.array(np.where(mask, values, 7.0).astype(np.float32))
 
     return grpo.Tokens(
-        pad(logprobs),
-        old_logprobs=pad(logprobs + rng.normal(0, 0.2, shape)),
+        array_with_7_at_padding(logprobs),
+        old_logprobs=array_with_7_at_padding(logprobs + rng.normal(0, 0.2, shape)),
         advantages=mx.array(rng.normal(size=(4, 1)).astype(np.float32)),
         mask=mx.array(mask.astype(np.float32)),
-        ref_logprobs=pad(logprobs + rng.normal(0, 0.2, shape)) if has_reference else None,
-        divergences=pad(rng.uniform(0.1, 1.0, shape)) if has_teacher else None,
+        ref_logprobs=array_with_7_at_padding(logprobs + rng.normal(0, 0.2, shape))
+        if has_reference
+        else None,
+        divergences=array_with_7_at_padding(rng.uniform(0.1, 1.0, shape)) if has_teacher else None,
         weights=mx.ones((4, 1)),
-        entropies=pad(rng.uniform(0.1, 3.0, shape)),
-        sampled_logprobs=pad(logprobs + rng.normal(0, 0.1, shape)),
+        entropies=array_with_7_at_padding(rng.uniform(0.1, 3.0, shape)),
+        sampled_logprobs=array_with_7_at_padding(logprobs + rng.normal(0, 0.1, shape)),
         num_items=int(mask.sum()),
         num_rows=4,
     )
 
 
-def gradients_of_values(
+def loss_gradients_by_token_field(
     loss_function: grpo.LossFunction, tokens: grpo.Tokens, objective: grpo.Objective
 ) -> dict[str, mx.array]:
-    """The gradient of the loss with respect to each value that the tokens have."""
-    names = [name for name in VALUES if getattr(tokens, name) is not None]
+    """The gradient of the loss with respect to each field that the tokens have."""
+    names = [name for name in TOKEN_FIELDS if getattr(tokens, name) is not None]
 
     def trial_loss_at(values: list[mx.array]) -> mx.array:
         changes: dict[str, Any] = dict(zip(names, values, strict=True))
@@ -101,15 +103,15 @@ def gradients_of_values(
     return dict(zip(names, gradients, strict=True))
 
 
-def measure_value_uses(
+def measure_token_field_uses(
     loss_function: grpo.LossFunction, trials: list[grpo.Tokens], objective: grpo.Objective
-) -> dict[str, ValueUse]:
-    """How the loss uses each value that the tokens have, from finite differences and gradients."""
-    uses: dict[str, ValueUse] = {}
+) -> dict[str, TokenFieldUse]:
+    """How the loss uses each field that the tokens have, by finite differences and gradients."""
+    uses: dict[str, TokenFieldUse] = {}
     rng = np.random.default_rng(0)
     for tokens in trials:
         before = loss_function(tokens, objective).value.item()
-        gradients = gradients_of_values(loss_function, tokens, objective)
+        gradients = loss_gradients_by_token_field(loss_function, tokens, objective)
         for name, gradient in gradients.items():
             value = getattr(tokens, name)
             has_effect = False
@@ -118,42 +120,44 @@ def measure_value_uses(
                 changed = tokens._replace(**{name: value + change})
                 has_effect |= loss_function(changed, objective).value.item() != before
             has_gradient = bool((gradient != 0).any().item())
-            old = uses.get(name, ValueUse(False, False))
-            uses[name] = ValueUse(has_effect or old.has_effect, has_gradient or old.has_gradient)
+            old = uses.get(name, TokenFieldUse(False, False))
+            uses[name] = TokenFieldUse(
+                has_effect or old.has_effect, has_gradient or old.has_gradient
+            )
     return uses
 
 
-def describe_value_uses(uses: dict[str, ValueUse]) -> str:
-    """Sentences that say through which values a loss trains, and which values it ignores."""
-    trained = [name for name in POLICY_VALUES if name in uses and uses[name].has_gradient]
-    weighing = [
+def describe_token_field_uses(uses: dict[str, TokenFieldUse]) -> str:
+    """Sentences on the fields through which a loss trains, and on the fields that it ignores."""
+    trained = [name for name in POLICY_FIELDS if name in uses and uses[name].has_gradient]
+    without_gradient = [
         name
-        for name in POLICY_VALUES
+        for name in POLICY_FIELDS
         if name in uses and uses[name].has_effect and not uses[name].has_gradient
     ]
     others = [
         name
-        for name in VALUES
-        if name not in POLICY_VALUES and name in uses and uses[name].has_effect
+        for name in TOKEN_FIELDS
+        if name not in POLICY_FIELDS and name in uses and uses[name].has_effect
     ]
-    ignored = [name for name in VALUES if name in uses and not uses[name].has_effect]
-    sentences = [f"The loss has a gradient through {_join_names(trained)}."]
-    if weighing:
+    ignored = [name for name in TOKEN_FIELDS if name in uses and not uses[name].has_effect]
+    sentences = [f"The loss has a gradient through {_join_with_tokens_prefix(trained)}."]
+    if without_gradient:
         sentences.append(
-            f"It depends on {_join_names(weighing)}, but has no gradient through them, so it does "
-            "not train them."
+            f"It depends on {_join_with_tokens_prefix(without_gradient)}, but has no gradient "
+            "through them, so it does not train them."
         )
     if others:
-        sentences.append(f"It depends on {_join_names(others)}.")
+        sentences.append(f"It depends on {_join_with_tokens_prefix(others)}.")
     if ignored:
-        sentences.append(f"It ignores {_join_names(ignored)}.")
+        sentences.append(f"It ignores {_join_with_tokens_prefix(ignored)}.")
     if "advantages" in ignored:
         sentences.append("So the rewards do not change what it trains.")
     return " ".join(sentences)
 
 
-def _join_names(names: list[str]) -> str:
-    """The names of values as a phrase."""
+def _join_with_tokens_prefix(names: list[str]) -> str:
+    """The names of fields as a phrase, such as "tokens.logprobs and tokens.entropies"."""
     dotted = [f"tokens.{name}" for name in names]
     if len(dotted) == 1:
         return dotted[0]
@@ -171,8 +175,8 @@ def needs_samples_without_advantage(
     for seed in range(3):
         tokens = make_random_tokens(seed, has_reference=bool(objective.beta), has_teacher=True)
         tokens = tokens._replace(advantages=mx.zeros_like(tokens.advantages))
-        gradients = gradients_of_values(loss_function, tokens, objective)
-        for name in POLICY_VALUES:
+        gradients = loss_gradients_by_token_field(loss_function, tokens, objective)
+        for name in POLICY_FIELDS:
             if (gradients[name] != 0).any().item():
                 return True
     return False
@@ -181,7 +185,7 @@ def needs_samples_without_advantage(
 # ---- whether the loss of several rows is the sum of the losses of the rows
 
 
-def keep_rows(tokens: grpo.Tokens, rows: list[int]) -> grpo.Tokens:
+def select_rows(tokens: grpo.Tokens, rows: list[int]) -> grpo.Tokens:
     """The tokens of some rows, (M, T). The counts for the whole step stay the same."""
     fields = []
     for value in tokens:
@@ -195,7 +199,7 @@ def losses_of_single_rows(
     loss_function: grpo.LossFunction, tokens: grpo.Tokens, objective: grpo.Objective
 ) -> list[grpo.Loss]:
     """The loss of each row as a micro-batch of its own."""
-    return [loss_function(keep_rows(tokens, [row]), objective) for row in range(len(tokens.mask))]
+    return [loss_function(select_rows(tokens, [row]), objective) for row in range(len(tokens.mask))]
 
 
 def divides_by_micro_batch_size(
@@ -208,8 +212,8 @@ def divides_by_micro_batch_size(
     with each other, for example with a quantile or a mean, does not have it.
     """
     for row in range(len(tokens.mask)):
-        single = loss_function(keep_rows(tokens, [row]), objective).value
-        double = loss_function(keep_rows(tokens, [row, row]), objective).value
+        single = loss_function(select_rows(tokens, [row]), objective).value
+        double = loss_function(select_rows(tokens, [row, row]), objective).value
         is_unchanged = mx.abs(double - single) <= 1e-4 * mx.abs(single)
         if not (is_unchanged & (single != 0)).item():
             return False

@@ -26,11 +26,11 @@ from step import loss_trial
 from step.advantages import AdvantageFunction
 from step.loss import SUMS, make_objective
 
-# a name of a sum that a loss returns
+# the names that a loss may give to the sums that it returns
 NAME_OF_SUM = re.compile("[A-Za-z][A-Za-z0-9_]*")
 
-# If an own advantage is 0 for at least this many different rewards of a group, the user may want to
-# leave completions out. A baseline that equals one of the rewards causes a single 0.
+# If a user's function gives the advantage 0 to at least this many different rewards of a group, the
+# user may want to leave completions out. A baseline equal to one of the rewards gives a single 0.
 LEAST_ZEROS = 2
 
 
@@ -66,7 +66,7 @@ def load_and_try_custom_objective(config: Config) -> CustomObjective:
 
 
 class _TriedLoss(NamedTuple):
-    """A user's loss function that passed its trial, and what its user should know about it."""
+    """A user's loss function that passed its trial, and a note about it for the user."""
 
     function: grpo.LossFunction
     note: str
@@ -85,7 +85,7 @@ def _load_and_try_loss(spec: str, config: Config) -> _TriedLoss:
     uses = _compute_or_raise_with_location(
         label, function, lambda: _measure_uses_or_raise(label, function, trials, objective)
     )
-    if not any(uses[name].has_gradient for name in loss_trial.POLICY_VALUES if name in uses):
+    if not any(uses[name].has_gradient for name in loss_trial.POLICY_FIELDS if name in uses):
         raise ValueError(
             f"{label} has no gradient with respect to tokens.logprobs or tokens.entropies, so it "
             "trains nothing"
@@ -94,7 +94,7 @@ def _load_and_try_loss(spec: str, config: Config) -> _TriedLoss:
     for tokens in trials:
         _raise_if_rows_do_not_add_up(label, function, tokens, objective)
     _raise_if_entropy_coef_is_ignored(label, function, trials, objective)
-    return _TriedLoss(function, f"{label}: {loss_trial.describe_value_uses(uses)}")
+    return _TriedLoss(function, f"{label}: {loss_trial.describe_token_field_uses(uses)}")
 
 
 def _measure_uses_or_raise(
@@ -102,20 +102,21 @@ def _measure_uses_or_raise(
     function: grpo.LossFunction,
     trials: list[grpo.Tokens],
     objective: grpo.Objective,
-) -> dict[str, loss_trial.ValueUse]:
+) -> dict[str, loss_trial.TokenFieldUse]:
     """
-    How the loss uses the values of the tokens.
+    How the loss uses each field of the tokens.
 
-    Raises ValueError if a loss has the wrong form or a gradient that is not allowed.
+    Raises ValueError if the function returns anything other than a valid loss, or if a gradient is
+    invalid.
     """
     for tokens in trials:
         loss = function(tokens, objective)
         _raise_if_loss_has_wrong_type_or_sums(label, loss)
-        gradients = loss_trial.gradients_of_values(function, tokens, objective)
-        for name in loss_trial.POLICY_VALUES:
+        gradients = loss_trial.loss_gradients_by_token_field(function, tokens, objective)
+        for name in loss_trial.POLICY_FIELDS:
             if name in gradients:
-                _check_gradient(label, loss, name, gradients[name], tokens.mask)
-    return loss_trial.measure_value_uses(function, trials, objective)
+                _raise_if_gradient_is_invalid(label, loss, name, gradients[name], tokens.mask)
+    return loss_trial.measure_token_field_uses(function, trials, objective)
 
 
 def _raise_if_loss_has_wrong_type_or_sums(label: str, loss: Any) -> None:
@@ -126,30 +127,30 @@ def _raise_if_loss_has_wrong_type_or_sums(label: str, loss: Any) -> None:
         are_scalars = all(isinstance(value, mx.array) and value.shape == () for value in values)
         has_form = are_scalars and loss.value.dtype == mx.float32
     if not has_form:
-        raise _LossMistake(
+        raise _LossMistakeError(
             f"{label} returned {shorten_value(loss)}; return grpo.Loss(value, sums), where value "
             "is a scalar float32 array and sums is a dictionary of scalar arrays"
         )
     for name in loss.sums:
         if not isinstance(name, str) or not NAME_OF_SUM.fullmatch(name):
-            raise _LossMistake(
+            raise _LossMistakeError(
                 f"{label} returned a sum named {shorten_value(name)}; a name consists of letters, "
                 "digits and underscores, and begins with a letter"
             )
 
 
-def _check_gradient(
+def _raise_if_gradient_is_invalid(
     label: str, loss: grpo.Loss, name: str, gradient: mx.array, mask: mx.array
 ) -> None:
     """Raises ValueError if the gradient is not finite, or if it is not 0 at padding."""
     is_finite = mx.isfinite(loss.value) & mx.isfinite(gradient).all()
     if not is_finite.item():
-        raise _LossMistake(
+        raise _LossMistakeError(
             f"{label} returned the loss {loss.value.item()} with the gradient {gradient.tolist()} "
             f"for tokens.{name}; both must be finite"
         )
     if (gradient * (1 - mask) != 0).any().item():
-        raise _LossMistake(
+        raise _LossMistakeError(
             f"{label} has a gradient through tokens.{name} at padding, where tokens.mask is 0; "
             "multiply by tokens.mask"
         )
@@ -159,9 +160,11 @@ def _raise_if_loss_has_wrong_sign(
     label: str, function: grpo.LossFunction, tokens: grpo.Tokens, objective: grpo.Objective
 ) -> None:
     """Raises ValueError if the loss makes better answers less likely."""
-    gradient = loss_trial.gradients_of_values(function, tokens, objective)["logprobs"]
+    gradient = loss_trial.loss_gradients_by_token_field(function, tokens, objective)["logprobs"]
     reversed_tokens = tokens._replace(advantages=-tokens.advantages)
-    opposite = loss_trial.gradients_of_values(function, reversed_tokens, objective)["logprobs"]
+    opposite = loss_trial.loss_gradients_by_token_field(function, reversed_tokens, objective)[
+        "logprobs"
+    ]
     uses_advantages = not mx.array_equal(gradient, opposite).item()
     slope = (gradient * tokens.advantages).sum()
     raises_loss = bool((slope > 0).item())
@@ -178,7 +181,7 @@ def _raise_if_rows_do_not_add_up(
     """
     Raises ValueError unless the loss of several rows is the sum of the losses of the rows.
 
-    Otherwise the loss of a step would depend on how memory divides its rows into micro-batches.
+    Otherwise the loss of a step would depend on how its rows are divided into micro-batches.
     """
     rows = {2: "two rows", 4: "four rows"}[len(tokens.mask)]
     loss = function(tokens, objective)
@@ -193,9 +196,9 @@ def _raise_if_rows_do_not_add_up(
             )
         else:
             fix = (
-                "let no row depend on the other rows, because a micro-batch holds whichever rows "
-                "fit into memory. Compute a mean, quantile or maximum within a row, and a "
-                "statistic of the rewards of the whole step in --advantage FILE.py:function"
+                "let no row depend on other rows, because the memory limits which rows share a "
+                "micro-batch. Compute a mean, quantile or maximum only within a row, and compute "
+                "statistics of all rewards of a step in --advantage FILE.py:function"
             )
         raise ValueError(
             f"{label} returned {value:.4g} for {rows} together, but {total:.4g} as the sum over "
@@ -247,8 +250,8 @@ def _raise_if_entropy_coef_is_ignored(
     )
 
 
-class _LossMistake(ValueError):
-    """A mistake that the trial found in a loss; the message is complete."""
+class _LossMistakeError(ValueError):
+    """A mistake that the trial found in a loss. The message already names the function."""
 
 
 def _compute_or_raise_with_location(
@@ -261,7 +264,7 @@ def _compute_or_raise_with_location(
     """
     try:
         return compute()
-    except _LossMistake:
+    except _LossMistakeError:
         raise
     except (Exception, SystemExit) as error:
         raise ValueError(f"{label} {describe_error_in_function(error, function)}") from error
@@ -309,7 +312,7 @@ def compute_custom_advantages(
     """
     label = f"--advantage {spec}{file_and_line_suffix(function)}"
 
-    def call_function() -> tuple[np.ndarray, np.ndarray]:
+    def compute_advantages_and_is_trained() -> tuple[np.ndarray, np.ndarray]:
         """The user's advantages, and which samples are trained."""
         result = function(rewards.copy())
         is_trained = np.ones(rewards.shape, bool)
@@ -319,7 +322,9 @@ def compute_custom_advantages(
                 result, is_trained = result[0], chosen
         return np.array(result, np.float32), is_trained
 
-    advantages, is_trained = _compute_or_raise_with_location(label, function, call_function)
+    advantages, is_trained = _compute_or_raise_with_location(
+        label, function, compute_advantages_and_is_trained
+    )
     if advantages.shape != rewards.shape:
         raise ValueError(
             f"{label} returned the shape {advantages.shape} for rewards of shape {rewards.shape}; "

@@ -1,10 +1,10 @@
 """
-Makes the optimizer of a run: AdamW, plain gradient descent, or an optimizer of the user.
+Makes the optimizer of a run: AdamW, plain gradient descent, or the user's own optimizer.
 
     --optimizer FILE.py:function    learning rate -> mlx.optimizers.Optimizer
 
 The run sets the learning rate of every optimizer before each step. step/trust_region.py assumes
-that a step is proportional to the learning rate. Moving and clipping gradients is in update.py.
+that a step is proportional to the learning rate. update.py computes and clips the gradients.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def make_optimizer(config: Config, weights: Any) -> optim.Optimizer:
         return Sgd()
     if is_user_function(settings.kind):
         _, function = load_function("--optimizer", settings.kind)
-        optimizer = _call_function(settings.kind, function, settings.learning_rate)
+        optimizer = _call_optimizer_function(settings.kind, function, settings.learning_rate)
     else:
         optimizer = optim.AdamW(
             settings.learning_rate,
@@ -61,7 +61,7 @@ def make_optimizer(config: Config, weights: Any) -> optim.Optimizer:
             weight_decay=settings.weight_decay,
             bias_correction=True,
         )
-    # an optimizer of the user may make its state only in its first step
+    # a user's optimizer may create its state only in its first step
     with contextlib.suppress(NotImplementedError):
         optimizer.init(weights)
     return optimizer
@@ -69,7 +69,7 @@ def make_optimizer(config: Config, weights: Any) -> optim.Optimizer:
 
 def count_optimizer_steps(optimizer: optim.Optimizer) -> int:
     """The number of steps that the optimizer has taken."""
-    if isinstance(optimizer, optim.MultiOptimizer):  # it counts the steps only in its parts
+    if isinstance(optimizer, optim.MultiOptimizer):  # only its parts count the steps
         return count_optimizer_steps(optimizer.optimizers[0])
     return int(optimizer.step.item())
 
@@ -91,9 +91,9 @@ def try_own_optimizer(config: Config) -> None:
         return
     rate = config.optimizer.learning_rate
     _, function = load_function("--optimizer", spec)
-    label = _label(spec, function)
-    optimizer = _call_function(spec, function, rate)
-    if _call_function(spec, function, rate) is optimizer:
+    label = _optimizer_label(spec, function)
+    optimizer = _call_optimizer_function(spec, function, rate)
+    if _call_optimizer_function(spec, function, rate) is optimizer:
         raise ValueError(
             f"{label} returned the same object twice; make a new optimizer in each call, because "
             "a run must not continue with the state of another run"
@@ -114,13 +114,15 @@ def try_own_optimizer(config: Config) -> None:
         )
 
 
-def _label(spec: str, function: Callable[..., Any]) -> str:
+def _optimizer_label(spec: str, function: Callable[..., Any]) -> str:
     return f"--optimizer {spec}{file_and_line_suffix(function)}"
 
 
-def _call_function(spec: str, function: Callable[..., Any], rate: float) -> optim.Optimizer:
+def _call_optimizer_function(
+    spec: str, function: Callable[..., Any], rate: float
+) -> optim.Optimizer:
     """Calls the user's function. Raises ValueError unless it returns an optimizer."""
-    label = _label(spec, function)
+    label = _optimizer_label(spec, function)
     try:
         optimizer = function(rate)
     except (Exception, SystemExit) as error:
@@ -138,7 +140,7 @@ def _refuse_other_learning_rate(label: str, optimizer: optim.Optimizer, rate: fl
         for part in optimizer.optimizers:
             _refuse_other_learning_rate(label, part, rate)
         return
-    advice = "give the optimizer the argument of the function as its learning rate"
+    advice = "pass the argument of the function to the optimizer as its learning rate"
     if "learning_rate" in optimizer._schedulers:
         raise ValueError(
             f"{label} has a schedule of its own for the learning rate, which the run would "
@@ -160,14 +162,14 @@ def _refuse_other_learning_rate(label: str, optimizer: optim.Optimizer, rate: fl
 def refuse_other_optimizer_state(
     optimizer: optim.Optimizer,
     saved_state: dict[str, mx.array],
-    saved_name: str | None,
+    saved_class_name: str | None,
     run_dir: Path,
 ) -> None:
     """
     Raises ValueError if a checkpoint contains the state of another optimizer.
 
-    saved_state: the state in the checkpoint, by flattened name. saved_name: the class of the
-    optimizer that made the state; None in checkpoints of earlier versions.
+    saved_state: the state in the checkpoint, by flattened name. saved_class_name: the
+    class of the optimizer that made the state; None in checkpoints of earlier versions.
     """
     name = type(optimizer).__name__
     own_state = dict(tree_flatten(optimizer.state))
@@ -175,13 +177,13 @@ def refuse_other_optimizer_state(
     fits = own_names <= saved_state.keys() and all(
         own_state[key].shape == saved_state[key].shape for key in own_names
     )
-    if fits and saved_name in (None, name):
+    if fits and saved_class_name in (None, name):
         return
-    saved = f"the optimizer {saved_name}" if saved_name else "another optimizer"
-    if saved_name == name:
+    saved = f"the optimizer {saved_class_name}" if saved_class_name else "another optimizer"
+    if saved_class_name == name:
         saved = f"an optimizer {name} with other settings"
     raise ValueError(
         f"--resume {run_dir}: the checkpoint has the state of {saved}, but this run uses {name}; "
-        f"resume with the optimizer that the run had, as --optimizer FILE.py:function (in Python, "
-        f"optimizer=), or start a new run from its weights with --init-adapter {run_dir}"
+        f"resume with the run's own optimizer, --optimizer FILE.py:function (in Python, "
+        f"optimizer=), or start a new run from the weights with --init-adapter {run_dir}"
     )

@@ -23,8 +23,8 @@ EMPTY: dict[str, Any] = {}  # the default of fields that are not set yet; never 
 class Sample(NamedTuple):
     """One completion of a prompt, or one given reply for supervised fine-tuning."""
 
-    prompt: list[int]
-    response_ids: list[int]  # all ids after the prompt, including those of tool results
+    prompt: list[int]  # token ids
+    response_ids: list[int]  # all ids after the prompt, including tool results
 
     # the T indices in `response_ids` of the tokens that the policy wrote
     loss_positions: Sequence[int]
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
     finish_reason: str = "stop"
     example: Example = EMPTY  # the row of the data set from which the prompt was made
     text: str = ""
-    columns: dict[str, Any] = EMPTY  # further arguments for reward functions
+    columns: dict[str, Any] = EMPTY  # more arguments for reward functions
     controls: Sequence[str] = ()  # distinct control tokens in the response that do not end a turn
 
     # the conversation in the format of `rollouts.jsonl`; None if there are no tools
@@ -54,11 +54,11 @@ class Sample(NamedTuple):
     scores: list[float] | None = None  # the judge's scores; an unreadable score is nan
     extra_columns: dict[str, Any] = EMPTY  # the values that reward functions passed to `log_extra`
 
-    # Whether an earlier policy wrote the sample. Then its old log-probabilities are `logprobs`.
+    # whether an earlier policy wrote the sample, so that `logprobs` are its old log-probabilities
     is_replayed: bool = False
 
     # ---- set by step/advantages.py
-    # False: --train-completions or an own advantage leaves the sample out of the update
+    # False if --train-completions or a user's advantage leaves the sample out of the update
     is_chosen: bool = True
     advantage: float | np.ndarray = 0.0  # a single number, or (T,) with one number per token
 
@@ -73,7 +73,7 @@ class Sample(NamedTuple):
     @property
     def completion_ids(self) -> list[int]:
         """The T token ids that the policy wrote."""
-        return [self.response_ids[place] for place in self.loss_positions]
+        return [self.response_ids[position] for position in self.loss_positions]
 
     @property
     def reward_or_nan_if_unreadable(self) -> float:
@@ -83,15 +83,15 @@ class Sample(NamedTuple):
         return self.reward
 
     @property
-    def turn_spans(self) -> list[list[int]]:
-        """The [begin, end) indices in `response_ids` of each turn that the policy wrote."""
-        turn_spans: list[list[int]] = []
-        for place in self.loss_positions:
-            if turn_spans and turn_spans[-1][1] == place:
-                turn_spans[-1][1] += 1
+    def turn_begins_and_ends(self) -> list[tuple[int, int]]:
+        """For each turn that the policy wrote, its begin and exclusive end in `response_ids`."""
+        spans: list[tuple[int, int]] = []
+        for position in self.loss_positions:
+            if spans and spans[-1][1] == position:
+                spans[-1] = (spans[-1][0], position + 1)
             else:
-                turn_spans.append([place, place + 1])
-        return turn_spans
+                spans.append((position, position + 1))
+        return spans
 
 
 def new_samples(
@@ -104,16 +104,23 @@ def new_samples(
     return samples
 
 
-def sample_from_conversation(ids: list[int], loss_positions: list[int], group: int = 0) -> Sample:
+def sample_from_conversation(
+    prompt_and_reply_ids: list[int], loss_positions: list[int], group: int = 0
+) -> Sample:
     """
     Makes a sample with an advantage of 1 from a given prompt and reply.
 
-    ids: the token ids of the prompt and the reply. loss_positions: the indices in `ids` of the
-    tokens that the model shall learn.
+    loss_positions: the indices in `prompt_and_reply_ids` of the tokens to be learned. The response
+    begins at the first of them.
     """
     begin = loss_positions[0]
-    positions = [place - begin for place in loss_positions]
-    return Sample(ids[:begin], ids[begin:], positions, group, advantage=1.0)
+    return Sample(
+        prompt_and_reply_ids[:begin],
+        prompt_and_reply_ids[begin:],
+        [position - begin for position in loss_positions],
+        group,
+        advantage=1.0,
+    )
 
 
 def group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -128,8 +135,8 @@ def mark_replayed_samples(samples: list[Sample], fresh: list[Sample]) -> list[Sa
     """
     Copies of the samples with `is_replayed` set.
 
-    fresh: the samples that the present policy wrote. A sample is replayed if its log-probabilities
-    are not those of a fresh sample. A given reply has no log-probabilities and is not replayed.
+    fresh: the samples that the current policy wrote. A sample is replayed if no fresh sample has
+    its log-probabilities. A given reply has no log-probabilities and is not replayed.
     """
     # a sample that `_replace` changed still has the same array of log-probabilities
     fresh_arrays = {id(sample.logprobs) for sample in fresh}
@@ -143,6 +150,6 @@ def mark_replayed_samples(samples: list[Sample], fresh: list[Sample]) -> list[Sa
 def pad_rows(rows: Sequence[Sequence[float] | np.ndarray], padding: float = 0.0) -> np.ndarray:
     """The rows as one float64 array, padded on the right to the length of the longest row."""
     padded = np.full((len(rows), max(map(len, rows))), padding)
-    for place, row in enumerate(rows):
-        padded[place, : len(row)] = row
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
     return padded

@@ -2,7 +2,7 @@
 Scores the samples of a step with every reward function and the judge.
 
 The reward of a sample is the weighted sum of the values that the reward functions and the judge
-give it. rewards/rewards.py calls the reward functions, judge.py contains the judge, and
+give it. rewards/rewards.py calls the reward functions, judging/grader.py runs the judge, and
 step/advantages.py compares the rewards within groups.
 
 Axes: N samples, J criteria in the rubric.
@@ -20,8 +20,8 @@ from step.sample import Sample
 
 RewardWeights = dict[str, float]  # the weight of each reward, by the reward's name
 
-# The limit on the size of a weighted reward. `rewards.call_reward` applies the same limit to
-# rewards before they are weighted.
+# Every weighted reward must be smaller than this in absolute value. `call_reward_on_rank0` in
+# rewards/rewards.py applies the same limit to rewards before they are weighted.
 MOST_REWARD = 1e15
 
 
@@ -75,9 +75,9 @@ def assign_rewards(
     whole step instead of its group.
 
     If the judge's reward for a completion is unreadable, it is replaced by the mean of the judge's
-    other rewards in the group or step. An unreadable reward thus neither rewards nor punishes the
-    completion, whose other rewards count in full. If a reward function returned None for a
-    completion, the function adds nothing to the reward of that completion.
+    other rewards in the group or step. So an unreadable reward is neither good nor bad for the
+    completion, and the other rewards of the completion count in full. If a reward function returned
+    None for a completion, it adds nothing to the reward of that completion.
 
     Raises ValueError if a weighted component reaches MOST_REWARD.
     """

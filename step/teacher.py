@@ -49,9 +49,8 @@ class Teacher:
         self.config = config
         self.tokenizer = tokenizer
         self.token_budget = token_budget
-        self.num_ids = len(
-            student.head_weight
-        )  # a larger teacher may have further rows, without tokens
+        # a larger teacher may have more rows in its output weights, which belong to no token
+        self.num_ids = len(student.head_weight)
         self.extra_prompt: str | None = None
         path = config.objective.teacher_prompt
         if path:
@@ -67,7 +66,7 @@ class Teacher:
             self.model = base or student
             self.model_config = student.config
             return
-        with model_choice.name_flag_in_errors("--teacher"):
+        with model_choice.replace_flag_in_errors("--teacher"):
             self.model, teacher_tokenizer = gwen.load(name, frozen=True)
         self.model_config = self.model.config
         check_tokenizers_are_equal(name, tokenizer, teacher_tokenizer)
@@ -97,7 +96,7 @@ class Teacher:
             kind="the teacher's prompt",
         )
 
-    def check_prompts(self, examples: list[Example], student_ids: list[list[int]]) -> None:
+    def check_prompts(self, examples: list[Example], student_prompt_ids: list[list[int]]) -> None:
         """
         Checks that the teacher can read every prompt of the student.
 
@@ -106,13 +105,15 @@ class Teacher:
         """
         settings = self.config.objective
         context = self.model_config.max_position_embeddings
-        longest = max(map(len, student_ids)) + self.config.sampling.max_tokens
+        longest = max(map(len, student_prompt_ids)) + self.config.sampling.max_tokens
         if longest > context:
             raise ValueError(
                 f"--teacher {settings.teacher} can read {context} tokens, but the longest prompt "
                 f"and its completion may have {longest}; shorten the prompt or lower --max-tokens"
             )
-        if self.extra_prompt is not None and self.encode_teacher_prompts(examples) == student_ids:
+        if self.extra_prompt is None:
+            return
+        if self.encode_teacher_prompts(examples) == student_prompt_ids:
             raise ValueError(
                 f"--teacher-prompt {settings.teacher_prompt}: the chat template of "
                 f"{self.config.model.name} drops system messages, so the teacher would see the "
@@ -123,7 +124,7 @@ class Teacher:
         """Copies of the batches with the teacher's hidden states and output weights in `lesson`."""
         head_weight = self.model.head_weight[: self.num_ids]
         completed: list[Batch] = []
-        with lora.with_initial_weights(self.model):
+        with lora.use_initial_weights(self.model):
             for batch in batches:
                 if batch.is_local:
                     if self.extra_prompt is None:
@@ -184,12 +185,12 @@ def check_tokenizers_are_equal(
         )
 
 
-def prepend_to_system_message(text: str, example: Example) -> Example:
+def prepend_to_system_message(template: str, example: Example) -> Example:
     """
-    A copy of the example with the text added at the beginning of the system message.
+    A copy of the example with the filled-in template at the beginning of the system message.
 
-    In the text, `{answer}` is replaced by the value in the example's column `answer`, and so on for
-    every other column.
+    In the template, `{answer}` is replaced by the value in the example's column `answer`. The same
+    holds for every other column.
     """
     prompt = example["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -199,16 +200,16 @@ def prepend_to_system_message(text: str, example: Example) -> Example:
     def column_text_for_placeholder(match: re.Match[str]) -> str:
         """The text of the column; the placeholder itself if the example lacks the column."""
         column = match[1]
-        return _column_text(example.get(column, match[0]))
+        return _join_column_items_with_or(example.get(column, match[0]))
 
-    system = re.sub(r"\{(\w+)\}", column_text_for_placeholder, text)
+    system = re.sub(r"\{(\w+)\}", column_text_for_placeholder, template)
     if messages[0]["role"] == "system":
         system = f"{system}\n\n{messages[0]['content']}"
         messages = messages[1:]
     return example | {"prompt": [{"role": "system", "content": system}, *messages], "system": None}
 
 
-def _column_text(value: Any) -> str:
+def _join_column_items_with_or(value: Any) -> str:
     """The value of a column as text. The items of a list are joined with "or"."""
     if isinstance(value, list):
         return " or ".join(map(str, value))

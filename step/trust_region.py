@@ -36,13 +36,13 @@ LEAST_SHARE = 0.1  # the smallest factor by which a step is scaled in one reduct
 MasterWeights = dict[str, mx.array]  # the float32 copies of the trainable weights, by name
 
 
-def select_probe(batches: list[Batch], step: int) -> list[Batch]:
+def select_kl_probe(batches: list[Batch], step: int) -> list[Batch]:
     """
-    Selects one in k of the batches, or one in k of the rows if there are fewer than k batches.
+    Selects one in k batches, or one in k rows if there are fewer than k batches.
 
     k is at most MOST_STRIDE, and smaller if there are few tokens. Each step selects different
     batches or rows. Rows that share a prompt stay together, so that the prompt is computed only
-    once. The `old_logprobs` in the probe are those under the policy before the update.
+    once. The `old_logprobs` in the probe come from the policy before the update.
     """
     num_tokens = sum(int(batch.mask.sum()) for batch in batches)
     stride = max(min(MOST_STRIDE, num_tokens // PROBE_TOKENS), 1)
@@ -67,17 +67,19 @@ def _select_row_indices(batch: Batch, part: int, num_parts: int) -> list[int]:
     return by_prompt[num_rows * part // num_parts : num_rows * (part + 1) // num_parts]
 
 
-def measure_kl(probe: list[Batch], logprobs: list[mx.array]) -> float:
+def measure_kl(probe: list[Batch], current_logprobs: list[mx.array]) -> float:
     """
     Estimates KL(old policy, current policy) in nats per token as the mean of r - 1 - log r.
 
-    logprobs: the log-probabilities of the probe under the current policy, (M, T) for each batch.
     Here r is the current probability of a token divided by the old probability. The mean over
     tokens that the old policy sampled is unbiased, and the term of a token is never negative (k3,
     http://joschu.net/blog/kl-approx.html).
+
+    current_logprobs: the log-probabilities in the probe under the current policy, (M, T) for each
+    batch.
     """
     local_sums: list[list[Any]] = []
-    for batch, current in zip(probe, logprobs, strict=True):
+    for batch, current in zip(probe, current_logprobs, strict=True):
         assert batch.old_logprobs is not None
         # values at padding are arbitrary: if their exponential were inf, inf * 0 would be nan
         current = mx.where(batch.mask > 0, current, batch.old_logprobs)

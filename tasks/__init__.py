@@ -2,9 +2,9 @@
 Tasks, which combine prompts, verifiable rewards, rubrics and held-out problems.
 
 Each task has its own file. `make_task` replaces the data, reward functions, rubric and tools of a
-task with those that the user gives. This file uses no model. A user's mistake raises a
-ValueError with one line, which names the wrong value and says how to correct it. This file does not
-cover how data is read (prompts/data.py) or how reward functions are called (rewards/rewards.py).
+task with the user's. A user's mistake raises a ValueError with one line, which names the wrong
+value and says how to correct it. This file uses no model, and does not cover how data is read
+(prompts/data.py) or how reward functions are called (rewards/rewards.py).
 """
 
 import importlib
@@ -22,7 +22,7 @@ from prompts.examples import (
     Example,
     did_you_mean,
     first_answer,
-    hash_prompt,
+    hash_prompt_without_system,
     last_user_text,
     pick_evenly_spaced,
 )
@@ -44,7 +44,7 @@ TURN_SETTINGS = {
 }
 # the names of all tasks except rg:NAME and ifeval
 NAMES = ("demo", "values", "gsm8k", "math", "own", "calculator", "guess", "env")
-HELD_OUT = "held_out.json"  # the file in a run directory with the keys of the held-out prompts
+HELD_OUT = "held_out.json"  # the file in a run directory that records the held-out prompts
 
 
 # ---- tasks by name
@@ -77,12 +77,12 @@ def load_task(
     held_out_keys: Collection[str] = (),
 ) -> Task:
     """
-    The task with the given name, with its own examples or those of `data`.
+    The task with the given name, with its own examples or those in `data`.
 
-    `load_training_and_held_out` reads `data`.
-
+    data: a source of examples, as for `load_training_and_held_out`.
     held_out: a source of held-out examples; evaluations may pass it without `data`.
     held_out_keys: the keys of prompts to hold out; see `split_examples`.
+
     Raises ValueError if the task is unknown, or if its data is missing or wrong.
     """
     if name not in NAMES:
@@ -100,13 +100,13 @@ def load_task(
     train, test, notes = load_training_and_held_out(
         data, held_out, columns, read, held_out_keys=held_out_keys
     )
-    if read is None and task.verifier and not _accepts_any_right_answer(task.verifier, test):
+    if read is None and task.verifier and not _accepts_some_answer_of_examples(task.verifier, test):
         task = task._replace(verifier=None)
     return task._replace(train=train, held_out=test, notes=notes)
 
 
-def _accepts_any_right_answer(verifier: Reward, examples: list[Example]) -> bool:
-    """Whether a verifier accepts any right answer of the data as a completion."""
+def _accepts_some_answer_of_examples(verifier: Reward, examples: list[Example]) -> bool:
+    """Whether a verifier accepts the right answer of at least one example as a completion."""
     verdicts = verifier(
         prompts=[example["prompt"] for example in examples],
         completions=[first_answer(example) for example in examples],
@@ -118,14 +118,14 @@ def _accepts_any_right_answer(verifier: Reward, examples: list[Example]) -> bool
 # ---- the task of a run
 
 
-def make_unrewarded_task(
+def make_task_without_user_rewards(
     config: Config, held_out: str | None = None, held_out_keys: Collection[str] = ()
 ) -> Task:
     """
     The task of a run with its problems and its verifier, but without the user's rewards and tools.
 
-    The task can be made even if the files with the user's rewards no longer exist. The parameters
-    are the same as those of `make_task`.
+    This works even if the files with the user's rewards no longer exist. The parameters have the
+    same meaning as in `make_task`.
     """
     data = config.data
     kind = data.task.partition(":")[0]
@@ -139,6 +139,9 @@ def make_unrewarded_task(
         raise ValueError(
             f"--columns {data.columns} renames columns of --data, but --data is missing; add it"
         )
+    if config.tools.env_server:
+        return _load_harness_task(config, source)
+
     is_reasoning_gym = kind == "rg" and ":" in data.task
     if data.task_config and not is_reasoning_gym:
         raise ValueError(
@@ -169,6 +172,32 @@ def make_unrewarded_task(
     return task
 
 
+def _load_harness_task(config: Config, source: str | None) -> Task:
+    """The task of --env-server. source: the user's data, which the harness cannot use."""
+    command = config.tools.env_server
+    others = {
+        "--data": source,
+        "--env": config.tools.env,
+        "--tools": " ".join(config.tools.tools),
+        "--verifier": config.data.verifier,
+    }
+    for flag, value in others.items():
+        if value:
+            raise ValueError(
+                f"{flag} {value} does not work with --env-server, whose harness has its own "
+                f"examples, tools and environments; leave out {flag}"
+            )
+    if config.data.task != "env":
+        raise ValueError(
+            f"--env-server {command} is for --task env, but --task is {config.data.task}; leave "
+            "out --task"
+        )
+    from tasks.harness import load_harness_task  # here: other tasks need no HTTP server
+
+    task = load_task_without_examples("env")
+    return load_harness_task(task, command, config.tools.env_timeout)
+
+
 def make_task(
     config: Config, held_out: str | None = None, held_out_keys: Collection[str] = ()
 ) -> Task:
@@ -177,17 +206,18 @@ def make_task(
 
     held_out: a source of evaluation data, all of which is held out.
     held_out_keys: the keys of the prompts that the run already holds out.
+
     Raises ValueError for mistakes in data, rewards or rubrics; the message names the flag. Mistakes
     are found before a model is loaded.
     """
     data = config.data
-    task = make_unrewarded_task(config, held_out, held_out_keys)
+    task = make_task_without_user_rewards(config, held_out, held_out_keys)
     is_own = data.task == own.TASK.name
     source = data.path or held_out
 
-    task = _choose_rubric(task, config)
+    task = _with_chosen_rubric(task, config)
     if data.reward:
-        task = _with_user_rewards(task, config)
+        task = _with_user_rewards_instead(task, config)
     task = _with_tools_and_environments(task, config)
     if config.objective.truncated == "punish":
         task = _with_length_penalty(task, config.sampling.max_tokens)
@@ -197,16 +227,15 @@ def make_task(
     if config.evaluation.rubric:
         task = task._replace(witness=Path(config.evaluation.rubric))
     elif not task.rubric:
-        task = task._replace(
-            witness=None
-        )  # without a reward from a judge, no second rubric is needed
+        # without a reward from a judge, no second rubric is needed
+        task = task._replace(witness=None)
 
     if is_own:
         task = own.note_size_and_drop_unscorable(task)
     notes = list(task.notes)
     if source:
-        hint = _read_teacher_prompt(config.objective.teacher_prompt)
-        notes += own.note_unread_columns(task, data.columns, hint)
+        teacher_prompt = _read_teacher_prompt_or_empty(config.objective.teacher_prompt)
+        notes += own.note_unread_columns(task, data.columns, teacher_prompt)
     if data.reward_gate == "form":
         notes.append(
             "--reward-gate form: in training, only finished and well-formed answers earn a reward; "
@@ -221,8 +250,12 @@ def make_task(
     return task._replace(notes=notes)
 
 
-def _choose_rubric(task: Task, config: Config) -> Task:
-    """The task with the rubric of --rubric, or without the task's rubric if a run replaces it."""
+def _with_chosen_rubric(task: Task, config: Config) -> Task:
+    """
+    The task with the rubric that --rubric names, if any.
+
+    Otherwise the task loses its rubric if the user's rewards or a teacher replace it.
+    """
     data = config.data
     if data.rubric:
         return task._replace(rubric=Path(data.rubric), witness=None)
@@ -244,8 +277,8 @@ def _with_length_penalty(task: Task, max_tokens: int) -> Task:
     return task.with_reward(name, reward)
 
 
-def _read_teacher_prompt(path: str) -> str:
-    """The content of the file that --teacher-prompt names; "" if there is no such file."""
+def _read_teacher_prompt_or_empty(path: str) -> str:
+    """The content of the file that --teacher-prompt names; "" if the file does not exist."""
     file = Path(path)
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
@@ -266,17 +299,23 @@ def load_train_and_held_out(config: Config, run_dir: Path | None = None) -> Side
         train, held_out, _ = chats.load_conversations(data.path, data.columns, held_out_keys)
         return train, held_out
     if data.reward:
-        task = make_unrewarded_task(config, held_out_keys=held_out_keys)
+        task = make_task_without_user_rewards(config, held_out_keys=held_out_keys)
     else:
         task = make_task(config, held_out_keys=held_out_keys)
     return task.train, task.held_out
 
 
-def record_held_out_keys(run_dir: Path, held_out: Sequence[Example]) -> None:
-    """Records which prompts a run holds out, so that they stay held out even if the data grows."""
+def record_held_out_keys_once(run_dir: Path, held_out: Sequence[Example]) -> None:
+    """
+    Records which prompts a run holds out, so that they stay held out even if the data grows.
+
+    Does nothing if the run has already recorded them.
+    """
     file = run_dir / HELD_OUT
     if not file.is_file():
-        file.write_text(json.dumps(sorted(map(hash_prompt, held_out))), encoding="utf-8")
+        file.write_text(
+            json.dumps(sorted(map(hash_prompt_without_system, held_out))), encoding="utf-8"
+        )
 
 
 def read_held_out_keys(run_dir: str | Path) -> list[str]:
@@ -292,8 +331,8 @@ def warm_start_contamination_warnings(
     A warning if the run that --init-adapter names was trained on prompts that are held out here.
 
     The flag --init-adapter may name a run or a checkpoint of a run. Prompts are compared by their
-    last user message; prompts on which this run trains too are ignored. Returns [] if there are no
-    such prompts, if the flag names no run, or if the data of the named run cannot be read.
+    last user message, and prompts that this run trains on are ignored. Returns [] if no held-out
+    prompt was trained on, if the flag names no run, or if the data of that run cannot be read.
     """
     adapter = Path(config.model.init_adapter)
     directories = (adapter, *adapter.parents[:3])
@@ -308,20 +347,20 @@ def warm_start_contamination_warnings(
     earlier_texts = {last_user_text(example["prompt"]) for example in earlier_train}
     train_texts = {last_user_text(example["prompt"]) for example in train}
     held_out_texts = [last_user_text(example["prompt"]) for example in held_out]
-    num = sum(text in earlier_texts and text not in train_texts for text in held_out_texts)
-    if not num:
+    num_seen = sum(text in earlier_texts and text not in train_texts for text in held_out_texts)
+    if not num_seen:
         return []
     return [
-        f"WARNING: {runs[0]} was trained on {num} of the {len(held_out)} held-out prompts, so an "
-        "evaluation on them proves little; hold out the same rows in both runs with a column "
-        "named split"
+        f"WARNING: {runs[0]} was trained on {num_seen} of the {len(held_out)} held-out prompts, so "
+        "an evaluation on these prompts proves little; add a column named split to the data, to "
+        "hold out the same rows in both runs"
     ]
 
 
 # ---- rewards
 
 
-def _with_user_rewards(task: Task, config: Config) -> Task:
+def _with_user_rewards_instead(task: Task, config: Config) -> Task:
     """
     The task with the rewards of --reward, each with weight 1, instead of the task's own rewards.
 
@@ -359,6 +398,7 @@ def _with_reward_weights(task: Task, config: Config) -> Task:
     A reward with weight 0 is only a metric. A rubric with weight 0 is removed, because its judge
     would take time for nothing. A run with a teacher needs no reward. One of the task's own rewards
     is removed if its weight is 0 and the data lacks a column that the reward reads.
+
     Raises ValueError if the data lacks a column that a reward with a weight other than 0 reads.
     """
     given_weights = config.data.reward_weights
@@ -373,12 +413,16 @@ def _with_reward_weights(task: Task, config: Config) -> Task:
     weights = {name: given_weights.get(name, task.reward_weights.get(name, 1.0)) for name in names}
     rubric = task.rubric if weights.get("rubric") else None
     task = task._replace(reward_weights=weights, rubric=rubric)
-    if not task.counted_rewards and task.rubric is None and not config.objective.teacher:
+    if (
+        not task.rewards_with_nonzero_weight
+        and task.rubric is None
+        and not config.objective.teacher
+    ):
         raise ValueError(
-            "--reward-weights leaves no reward; give one of them a weight other than 0"
+            "--reward-weights leaves no reward; give at least one reward a weight other than 0"
         )
 
-    columns = reward_argument_names(task.train or task.held_out, bool(task.environments))
+    columns = reward_argument_names(task.train or task.held_out, task.has_episodes)
     usable = dict[str, Reward]()
     for name, reward in task.rewards.items():
         try:
@@ -397,15 +441,16 @@ def _with_reward_weights(task: Task, config: Config) -> Task:
     return task._replace(rewards=usable)
 
 
-def make_environment_reward(kind: type) -> Reward:
+def make_environment_reward(environment_class: type) -> Reward:
     """
     Makes the reward function that returns the value of an environment's `get_reward`.
 
     The function returns None for rows with another environment.
     """
+    environment_name = environment_class.__name__
 
     def rewards_of_environment(earned: Sequence[tuple[str, Any]], **_: Any) -> list[Any]:
-        return [value if name == kind.__name__ else None for name, value in earned]
+        return [value if name == environment_name else None for name, value in earned]
 
     return rewards_of_environment
 
@@ -413,11 +458,12 @@ def make_environment_reward(kind: type) -> Reward:
 # ---- tools and environments
 
 
-def load_tools(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
+def load_tools_and_environments(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
     """
-    The functions of --tools and the environments of --env by name, or those of the task.
+    The functions of --tools and the environments of --env, by name.
 
-    The only environment may have the name "".
+    If one of the flags is not set, the task's own functions or environments are returned.
+    If there is only one environment, its name may be "".
     """
     task = (
         load_task_without_examples(config.data.task)
@@ -437,19 +483,19 @@ def load_tools(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
     return functions or task.tools, _load_environments(config.tools.env) or task.environments
 
 
-def _load_environments(env: str) -> dict[str, Any]:
+def _load_environments(env_flag: str) -> dict[str, Any]:
     """
     The environment classes of --env, by name.
 
-    env: the value of --env, which is FILE.py:Class or a list of NAME=FILE.py:Class.
+    env_flag: the value of --env, which is FILE.py:Class or a list of NAME=FILE.py:Class.
     """
     environments: dict[str, Any] = {}
-    for part in re.split(r",(?=\w+=)", env) if env else []:
+    for part in re.split(r",(?=\w+=)", env_flag) if env_flag else []:
         name, _, spec = part.rpartition("=")
         is_second_unnamed = bool(environments) and not name
         if name in environments or is_second_unnamed or "," in spec or "" in environments:
             raise ValueError(
-                f"--env is {env}; give each of several environments a different name, "
+                f"--env is {env_flag}; give each of several environments a different name, "
                 "as in a=mine.py:A,b=mine.py:B"
             )
         (environments[name],) = load_functions("--env", spec, kind="class").values()
@@ -462,11 +508,11 @@ def _with_tools_and_environments(task: Task, config: Config) -> Task:
 
     The method `get_reward` of each environment becomes a reward with weight 1.
     """
-    tools, environments = load_tools(config)
+    tools, environments = load_tools_and_environments(config)
     task = task._replace(tools=tools, environments=environments)
     if config.tools.env:
         if not task.held_out:
-            # rows with the same prompt may be on both sides, as environments draw different tasks
+            # a prompt may be on both sides, because the environment decides the task
             num_held_out = _import_task_module("guess").NUM_HELD_OUT
             task = task._replace(held_out=pick_evenly_spaced(task.train, num_held_out))
         if not config.data.reward and not config.data.rubric:
@@ -482,16 +528,19 @@ def _with_tools_and_environments(task: Task, config: Config) -> Task:
             )
         if hasattr(kind, "get_reward"):
             task = task.with_reward(kind.__name__, make_environment_reward(kind))
-    _check_environments(task, config)
-    if task.tools or task.environments:
+    _raise_if_environments_do_not_fit(task, config)
+    if task.tools or task.has_episodes:
         _refuse_settings_unfit_for_tools(task, config)
     return task
 
 
-def _check_environments(task: Task, config: Config) -> None:
+def _raise_if_environments_do_not_fit(task: Task, config: Config) -> None:
     """Raises ValueError if the prompts, rewards or settings do not fit the environments."""
-    if task.name == "env" and not task.environments:
-        raise ValueError("--task env needs an environment; name it with --env FILE.py:Class")
+    if task.name == "env" and not task.has_episodes:
+        raise ValueError(
+            "--task env needs an environment; name it with --env FILE.py:Class, or start a harness "
+            "with --env-server COMMAND"
+        )
     examples = task.train + task.held_out
     if not task.environments and not all(example["prompt"] for example in examples):
         raise ValueError(
@@ -532,7 +581,8 @@ def _refuse_settings_unfit_for_tools(task: Task, config: Config) -> None:
         unfit.append("--stop")
     if unfit:
         raise ValueError(
-            f"{unfit[0]} does not work with tools; leave it out, or leave out --tools and --env"
+            f"{unfit[0]} does not work with tools; leave it out, or leave out --tools, --env and "
+            "--env-server"
         )
 
 
@@ -556,9 +606,9 @@ def _judge_warnings(config: Config, task: Task) -> Iterator[str]:
         learned = {criterion.text for criterion in demo_rubric.criteria}
         knowledge = "only the criteria of data/demo_rubric.yaml"
     criteria = [criterion for rubric in loaded for criterion in rubric.criteria]
-    strange = [criterion.name for criterion in criteria if criterion.text not in learned]
-    if strange:
+    unlearned = [criterion.name for criterion in criteria if criterion.text not in learned]
+    if unlearned:
         yield (
             f"WARNING: the judge {judge} has learned {knowledge}, so its scores for "
-            f"{', '.join(strange)} are noise; name another judge with --judge-model"
+            f"{', '.join(unlearned)} are noise; name another judge with --judge-model"
         )

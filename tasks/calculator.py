@@ -1,7 +1,7 @@
 """
 The task `calculator`, in which the model may solve arithmetic problems with a calculator tool.
 
-A run of the task with the third bundled model takes a few minutes.
+A run of the task with the bundled model `demo:tools` takes a few minutes.
 """
 
 import ast
@@ -33,9 +33,8 @@ def calculator(expression: str) -> str:
     odd = re.search(r"[^-+*/(). 0-9]|\* ?\*|/ ?/", text)
     if odd:
         raise ValueError(f"{odd[0]!r} is no number and none of + - * / ( )")
-    text = re.sub(
-        r"(?<![\d.])0+(?=\d)", "", text
-    )  # leading zeros are removed, because Python refuses numbers such as 05
+    # leading zeros are removed, because Python refuses numbers such as 05
+    text = re.sub(r"(?<![\d.])0+(?=\d)", "", text)
     try:
         value = _evaluate(ast.parse(text, mode="eval").body)
     except ZeroDivisionError as error:
@@ -70,7 +69,7 @@ def make_problem(rng: random.Random) -> Example:
 
 
 def correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 for a completion whose last line has exactly one number, which is the answer, else 0."""
+    """1 for a completion whose last line contains the answer and no other number, else 0."""
     rewards = []
     for text, right in zip(completions, answer, strict=True):
         numbers = re.findall(r"-?\d+(?:\.\d+)?", text.rpartition("\n")[2])

@@ -22,7 +22,7 @@ _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
 # ---- numbers written as words
 
 
-def number_words(number: int) -> str:
+def number_in_words(number: int) -> str:
     """A number from 0 to 99 in English words, such as "forty-two" for 42."""
     if number < 20:
         return _SMALL[number]
@@ -30,12 +30,12 @@ def number_words(number: int) -> str:
     return f"{_TENS[tens]}-{_SMALL[units]}" if units else _TENS[tens]
 
 
-_NUMBERS = {number_words(number): number for number in range(100)}
+_NUMBERS = {number_in_words(number): number for number in range(100)}
 _LONGEST_FIRST = sorted(_NUMBERS, key=len, reverse=True)
 NUMBER_WORD = re.compile(rf"\b(?:{'|'.join(_LONGEST_FIRST)}|\d+)\b", re.IGNORECASE)
 
 
-def numbers_in(text: str) -> list[int]:
+def numbers_in_words_or_digits(text: str) -> list[int]:
     """The numbers in a text, in their order, written as words (0 to 99) or as digits."""
     # casefold is needed, because with IGNORECASE the letter "\u017f" matches s
     words = [word.casefold() for word in NUMBER_WORD.findall(text)]
@@ -48,14 +48,14 @@ _NAMES = ["Ann", "Ben", "Eva", "Tom"]
 _THINGS = ["apples", "books", "coins", "eggs"]
 
 
-def make_problem(a: int, b: int, form: int) -> Example:
+def make_problem(a: int, b: int, wording_index: int) -> Example:
     """
     The problem a + b in one of three wordings, with its answer.
 
     The column `carry` says whether the last digits of a and b add up to at least ten.
     """
-    first = number_words(a)
-    second = number_words(b)
+    first = number_in_words(a)
+    second = number_in_words(b)
     name = _NAMES[(a + b) % 4]
     thing = _THINGS[(a * 3 + b) % 4]
     wordings = [
@@ -64,7 +64,7 @@ def make_problem(a: int, b: int, form: int) -> Example:
         f"{name} has {first} {thing} and gets {second} more. How many {thing} is that?",
     ]
     has_carry = a % 10 + b % 10 >= 10
-    return {"prompt": wordings[form], "answer": number_words(a + b), "carry": has_carry}
+    return {"prompt": wordings[wording_index], "answer": number_in_words(a + b), "carry": has_carry}
 
 
 def number_pairs_of_side(held_out: bool) -> list[tuple[int, int]]:
@@ -80,10 +80,12 @@ def number_pairs_of_side(held_out: bool) -> list[tuple[int, int]]:
     return sorted({pair for a, b in chosen for pair in ((a, b), (b, a))})
 
 
-def choose_problems(held_out: bool, num: int) -> list[Example]:
-    """`num` different problems, the same in every run; two thirds of the problems have a carry."""
+def choose_problems_mostly_with_carry(held_out: bool, num: int) -> list[Example]:
+    """`num` different problems, the same in every run. Two thirds of them have a carry."""
     problems = [
-        make_problem(a, b, form) for a, b in number_pairs_of_side(held_out) for form in range(3)
+        make_problem(a, b, wording_index)
+        for a, b in number_pairs_of_side(held_out)
+        for wording_index in range(3)
     ]
     rng = random.Random(0)
     rng.shuffle(problems)
@@ -98,7 +100,9 @@ def choose_problems(held_out: bool, num: int) -> list[Example]:
 
 def load_examples() -> Sides:
     """2,000 problems to train on and 512 held-out problems."""
-    return choose_problems(held_out=False, num=2000), choose_problems(held_out=True, num=512)
+    return choose_problems_mostly_with_carry(
+        held_out=False, num=2000
+    ), choose_problems_mostly_with_carry(held_out=True, num=512)
 
 
 # ---- answers
@@ -131,24 +135,28 @@ def correct(
     change the meaning, and therefore makes the completion wrong.
     """
     return [
-        float(_is_right(last_user_text(prompt), text, str(right)))
+        float(_states_right_answer(last_user_text(prompt), text, str(right)))
         for prompt, text, right in zip(prompts, completions, answer, strict=True)
     ]
 
 
-def _is_right(problem: str, text: str, right: str) -> bool:
+def _states_right_answer(problem: str, completion: str, right_answer: str) -> bool:
     """Whether a completion states the right answer; see `correct`."""
-    numbers = numbers_in(text)
-    if not numbers or numbers[-1:] != numbers_in(right):
+    numbers = numbers_in_words_or_digits(completion)
+    if not numbers or numbers[-1:] != numbers_in_words_or_digits(right_answer):
         return False
-    if len(numbers) > 1 and sorted(numbers[:-1]) != sorted(numbers_in(problem)):
+    if len(numbers) > 1 and sorted(numbers[:-1]) != sorted(numbers_in_words_or_digits(problem)):
         return False
-    kinds = dict.fromkeys(_words_and_signs(f"{problem} {right}"), "") | _KINDS | {"\0": "n"}
-    shape = "".join(kinds.get(word, "?") for word in _words_and_signs(text))
+    kinds = (
+        dict.fromkeys(_split_with_numbers_hidden(f"{problem} {right_answer}"), "")
+        | _KINDS
+        | {"\0": "n"}
+    )
+    shape = "".join(kinds.get(word, "?") for word in _split_with_numbers_hidden(completion))
     return shape.count("n") == len(numbers) and _SUM.fullmatch(shape) is not None
 
 
-def _words_and_signs(text: str) -> list[str]:
+def _split_with_numbers_hidden(text: str) -> list[str]:
     """The words and signs of a text in lower case, with the sign "\\0" in place of each number."""
     return re.findall(r"\w+|[^\w\s]", NUMBER_WORD.sub("\0", text.lower()))
 

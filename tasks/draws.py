@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from config import Config
-from prompts.examples import Example, hash_prompt
+from prompts.examples import Example, hash_prompt_without_system
 from tasks.task import EndlessProblems
 
 Draw = tuple[list[Example], list[list[int]]]  # B examples, and the token ids of their prompts
@@ -25,10 +25,10 @@ PATIENCE = 1000  # the search for new prompts ends after this many used prompts 
 
 class EpochPrompts:
     """
-    Draws prompts from the training data, which is shuffled anew in each epoch.
+    Draws prompts from the training data, which is shuffled again in each epoch.
 
-    A curriculum of your own is a subclass, which you set as `trainer.run.prompts` before the first
-    step. It may override every method.
+    To write your own curriculum, override any methods in a subclass, and set `trainer.run.prompts`
+    to an instance of it before the first step.
 
     state: the state after the last finished step, as JSON for checkpoints.
     """
@@ -56,7 +56,7 @@ class EpochPrompts:
         Receives the metrics of a finished step, before `commit`.
 
         figures: the metrics, named as in `metrics.jsonl`. With several machines, each machine
-        receives its own times, so draw prompts only from other metrics.
+        receives its own times, so do not let times decide which prompts are drawn.
         """
 
     def commit(self) -> None:
@@ -70,8 +70,8 @@ class EndlessPrompts(EpochPrompts):
     """
     Draws endless problems, each of which is made when it is drawn.
 
-    No problem is drawn twice, and held-out problems are not drawn. When all problems have been
-    drawn, a printed line says so, and the problems are drawn again.
+    Held-out problems are never drawn. No problem is drawn twice until all problems have been drawn.
+    Then a message is printed, and the problems repeat.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class EndlessPrompts(EpochPrompts):
         super().__init__(config, [], [])
         self.problems = problems
         self.encode = encode
-        self.held_out = set(map(_short_key, problems.held_out))
-        self.place = 0  # the index of the next problem in the order of the seed
+        self.held_out = set(map(_short_prompt_hash, problems.held_out))
+        self.place = 0  # the index of the next problem in the seed's order
         self.seen = list[str]()  # the keys of all prompts that have been drawn
         self.commit()
 
@@ -99,7 +99,7 @@ class EndlessPrompts(EpochPrompts):
                 f"every distinct problem of {task} has been used once; problems now repeat",
                 file=sys.stderr,
             )
-            self.seen = list(map(_short_key, examples))
+            self.seen = list(map(_short_prompt_hash, examples))
             examples += self._draw_unseen(size - len(examples))
         if len(examples) < size:
             raise ValueError(
@@ -108,23 +108,23 @@ class EndlessPrompts(EpochPrompts):
             )
         return examples, self.encode(examples)
 
-    def _draw_unseen(self, num: int) -> list[Example]:
+    def _draw_unseen(self, max_examples: int) -> list[Example]:
         """
-        `num` examples whose prompts are new, made from the next problems in the seed's order.
+        Up to `max_examples` examples with new prompts, from the next problems in the seed's order.
 
-        Returns fewer examples if `PATIENCE` problems in a row have no new prompt.
+        There are fewer examples if `PATIENCE` problems in a row have no new prompt.
         """
         new = list[Example]()
         excluded = self.held_out | set(self.seen)
-        num_barren = 0
-        while len(new) < num and num_barren < PATIENCE:
-            places = range(self.place, self.place + num - len(new))
+        num_used_in_a_row = 0
+        while len(new) < max_examples and num_used_in_a_row < PATIENCE:
+            places = range(self.place, self.place + max_examples - len(new))
             for example in self.problems.make_examples(places, self.config.sampling.seed):
-                key = _short_key(example)
+                key = _short_prompt_hash(example)
                 if key in excluded:
-                    num_barren += 1
+                    num_used_in_a_row += 1
                     continue
-                num_barren = 0
+                num_used_in_a_row = 0
                 new.append(example)
                 self.seen.append(key)
                 excluded.add(key)
@@ -140,44 +140,44 @@ class EndlessPrompts(EpochPrompts):
         self.commit()
 
 
-def _short_key(example: Example) -> str:
-    return hash_prompt(example)[:16]
+def _short_prompt_hash(example: Example) -> str:
+    return hash_prompt_without_system(example)[:16]
 
 
-def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[int]:
+def epoch_indices(num_examples: int, batch_size: int, step: int, seed: int) -> list[int]:
     """
     The indices of the examples in one step; each example is used once in each epoch.
 
     step: the number of the step, counted from 0.
 
     The indices depend only on the arguments, so a resumed run continues where it stopped. A batch
-    may span two epochs, but contains no example twice if num_examples >= batch (see
+    may span two epochs, but contains no example twice if num_examples >= batch_size (see
     `_epoch_order`).
     """
-    assert num_examples > 0 and batch > 0 and step >= 0, (num_examples, batch, step)
+    assert num_examples > 0 and batch_size > 0 and step >= 0, (num_examples, batch_size, step)
     indices = []
-    for place in range(step * batch, (step + 1) * batch):
+    for place in range(step * batch_size, (step + 1) * batch_size):
         epoch, offset = divmod(place, num_examples)
-        indices.append(_epoch_order(num_examples, batch, epoch, seed)[offset])
+        indices.append(_epoch_order(num_examples, batch_size, epoch, seed)[offset])
     return indices
 
 
 @lru_cache(maxsize=8)
-def _epoch_order(num_examples: int, batch: int, epoch: int, seed: int) -> tuple[int, ...]:
+def _epoch_order(num_examples: int, batch_size: int, epoch: int, seed: int) -> tuple[int, ...]:
     """
     The indices of all examples in the order of one epoch.
 
-    The examples are divided into blocks, which are the same in every epoch. Each block has `size` =
-    num_examples - batch + 1 examples. Each epoch shuffles the examples only within their blocks.
-    Therefore an example is used again at least num_examples - (size - 1) = batch places later,
-    which is in the next batch at the earliest.
+    The examples are divided into blocks, which are the same in every epoch. A block has at most
+    `block_size` = num_examples - batch_size + 1 examples. Each epoch shuffles the examples only
+    within their blocks. So an example is used again at least num_examples - (block_size - 1) =
+    batch_size places later, which is in the next batch at the earliest.
     """
     order = list(range(num_examples))
     random.Random(f"{seed}").shuffle(order)
-    size = max(num_examples - batch + 1, 1)
+    block_size = max(num_examples - batch_size + 1, 1)
     rng = random.Random(f"{seed} epoch {epoch}")
     shuffled: list[int] = []
-    for start in range(0, num_examples, size):
-        block = order[start : start + size]
+    for start in range(0, num_examples, block_size):
+        block = order[start : start + block_size]
         shuffled += rng.sample(block, len(block))
     return tuple(shuffled)

@@ -1,9 +1,9 @@
-"""The task `gsm8k`, with problems of school mathematics whose answers are numbers."""
+"""The task `gsm8k`, with school mathematics problems whose answers are numbers."""
 
 from prompts.data import load_data, read_prompt_example
 from prompts.examples import Example, shorten_value
-from rewards.built_in import exactly_one_mark
-from rewards.math_answers import is_number
+from rewards.built_in import exactly_one_marked_answer
+from rewards.math_answers import right_answer_is_number
 from rewards.verifiers import marked
 from tasks.task import Sides, Task
 
@@ -30,7 +30,7 @@ def read_record(example: Example) -> Example:
     """
     example = read_prompt_with_system(example, "question")
     number = str(example.get("answer")).rpartition("####")[2].strip()
-    if not is_number(number):
+    if not right_answer_is_number(number):
         raise ValueError(
             f"the answer {shorten_value(example.get('answer'))} is not a number; "
             "write '42' or '... #### 42', or name another column with --columns answer=COLUMN"
@@ -40,11 +40,10 @@ def read_record(example: Example) -> Example:
 
 def read_prompt_with_system(example: Example, question_column: str) -> Example:
     """
-    The example after a check, with `SYSTEM` as its system message.
+    A checked copy of the example, with `SYSTEM` as its system message.
 
-    An example that already has a system message, or whose prompt is a list of messages, gets no
-    other system message.
-    question_column: the name of the column to use as the prompt if there is no column `prompt`.
+    `SYSTEM` is not added if the example already has a system message, or if its prompt is a list of
+    messages. question_column: the column to use as the prompt if there is no column `prompt`.
     """
     if question_column in example:
         example = {"prompt": example[question_column]} | example
@@ -54,8 +53,8 @@ def read_prompt_with_system(example: Example, question_column: str) -> Example:
     return example
 
 
-WEIGHTS = {
-    "correct": 1.0,
-    "format": 0.1,
-}  # the reward for the format is much smaller than the reward for the answer
-TASK = Task("gsm8k", {"correct": marked, "format": exactly_one_mark}, WEIGHTS, verifier=marked)
+# the reward for the format is much smaller than the reward for the answer
+WEIGHTS = {"correct": 1.0, "format": 0.1}
+TASK = Task(
+    "gsm8k", {"correct": marked, "format": exactly_one_marked_answer}, WEIGHTS, verifier=marked
+)

@@ -1,4 +1,4 @@
-"""The task `guess`, in which the model guesses a number, and is told "higher" or "lower"."""
+"""The task `guess`, in which the model guesses a number and is told "higher" or "lower"."""
 
 import random
 from typing import Any

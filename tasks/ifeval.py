@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from prompts.examples import Example, did_you_mean, hash_prompt
+from prompts.examples import Example, did_you_mean, hash_prompt_without_system
 from rewards import form
 from rewards.rewards import Reward
 from sandbox.workers import WorkerPool
@@ -36,7 +36,7 @@ from text.documents import load_yaml
 
 VERIFIERS = 2  # the largest number of worker processes, which use 90 MB each
 LIMIT = 5.0  # the limit on processor time for one completion, in seconds
-HELD_OUT = 256
+HELD_OUT = 256  # the number of held-out prompts
 PAIRS = 0.25  # the fraction of prompts with two instructions
 
 # the kinds of instructions that a model with 135 million parameters can learn
@@ -44,7 +44,7 @@ USUAL = ("words", "opening", "keyword", "sentences", "no_comma")
 # ending of a plural topic -> ending of its singular
 PLURALS = {"s": "", "oes": "o", "xes": "x", "ies": "y", "ves": "f"}
 
-# instructions, prompt and completion; an instruction has the name of a verifier and its arguments
+# instructions, prompt and completion; an instruction is the name of a verifier and its arguments
 Question = tuple[list[tuple[str, dict[str, Any]]], str, str]
 
 
@@ -52,7 +52,7 @@ Question = tuple[list[tuple[str, dict[str, Any]]], str, str]
 
 
 @functools.cache
-def load_words() -> dict[str, Any]:
+def load_instruction_data() -> dict[str, Any]:
     """The content of `data/ifeval.yaml`."""
     path = DATA / "ifeval.yaml"
     return dict(load_yaml(path, str(path)))
@@ -73,7 +73,7 @@ def draw_argument(specification: Any, rng: random.Random, side: str) -> Any:
             return rng.randint(low, high)
         case {"one of": choices}:
             if isinstance(choices, str):
-                choices = load_words()[choices][side]
+                choices = load_instruction_data()[choices][side]
             return rng.choice(choices)
         case {"two of": choices}:
             return rng.sample(choices, 2)
@@ -91,20 +91,20 @@ def singular_and_plural_of(topic: str) -> set[str]:
     return {word, *singulars} if singulars else {word, word + "s"}
 
 
-def parse_instruction_kinds(task: str) -> tuple[str, ...]:
+def parse_instruction_kinds(task_name: str) -> tuple[str, ...]:
     """
     The kinds of instructions that a task name such as `ifeval` or `ifeval:words,title` selects.
 
     Raises ValueError if a kind is unknown or is named twice; the message names the kind.
     """
-    _, colon, names = task.partition(":")
+    _, colon, names = task_name.partition(":")
     kinds = tuple(name.strip() for name in names.split(",")) if colon else USUAL
-    all_kinds = load_words()["kinds"]
+    all_kinds = load_instruction_data()["kinds"]
     for name in kinds:
         if name not in all_kinds or kinds.count(name) > 1:
             hint = did_you_mean(name, all_kinds)
             raise ValueError(
-                f"--task {task}: {name!r} is unknown or is named twice{hint}; "
+                f"--task {task_name}: {name!r} is unknown or is named twice{hint}; "
                 f"the kinds are {', '.join(all_kinds)}"
             )
     return kinds
@@ -147,7 +147,7 @@ class InstructionProblems:
         examples = {}
         for index in range(2 * HELD_OUT):
             example = self._make_example(index, f"held out {index}", "held_out")
-            examples[hash_prompt(example)] = example
+            examples[hash_prompt_without_system(example)] = example
         self.held_out = list(examples.values())[:HELD_OUT]
 
     def make_examples(self, indices: Sequence[int], seed: int) -> list[Example]:
@@ -157,7 +157,7 @@ class InstructionProblems:
     def _make_example(self, index: int, seed: str, side: str) -> Example:
         """A training or held-out example; its index decides the kind of its first instruction."""
         rng = random.Random(seed)
-        words = load_words()
+        words = load_instruction_data()
         instructions = []
         wordings = []
         kinds = self._choose_kinds(index, rng)
@@ -180,10 +180,12 @@ class InstructionProblems:
         }
 
     def _choose_kinds(self, index: int, rng: random.Random) -> list[str]:
-        """The kind of instruction for an index, sometimes with a second kind that fits it."""
+        """The kind of instruction for an index, sometimes with a second, compatible kind."""
         first = self.mix[index % len(self.mix)]
-        apart = [set(pair) for pair in load_words()["apart"]]
-        others = [kind for kind in self.mix if kind != first and {kind, first} not in apart]
+        incompatible_pairs = [set(pair) for pair in load_instruction_data()["apart"]]
+        others = [
+            kind for kind in self.mix if kind != first and {kind, first} not in incompatible_pairs
+        ]
         if others and rng.random() < PAIRS:
             return [first, rng.choice(others)]
         return [first]

@@ -1,4 +1,4 @@
-"""The task `math`, with problems of competition mathematics whose answers are formulas."""
+"""The task `math`, with competition mathematics problems whose answers are formulas."""
 
 from typing import NoReturn
 

@@ -1,7 +1,7 @@
 """
 The task `own`, which trains on a user's own data.
 
-Completions are compared with the column `answer` of the data, if there is such a column. This file
+Completions are compared with the column `answer`, if the data has this column. This file
 does not cover how data is read (prompts/data.py) or how answers are compared
 (rewards/verifiers.py).
 """
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from prompts.data import parse_renames
+from prompts.data import parse_old_column_by_new
 from prompts.data_notes import columns_with_text, note_on_unread_columns
 from prompts.examples import (
     Example,
@@ -28,7 +28,7 @@ from tasks.task import Task
 
 NAMES = ["auto", *VERIFIERS]
 TASK = Task(name="own", rewards={}, reward_weights={"correct": 1.0})
-# the columns that are read whatever the rewards are; only --task math reads `solution`
+# the columns that are read with any rewards; only --task math reads `solution`
 READ_COLUMNS = (
     "prompt",
     "answer",
@@ -61,9 +61,9 @@ def with_verifier(task: Task, spec: str, has_reward: bool) -> Task:
     If no answer can be compared, the task has no verifier.
 
     spec: the value of --verifier; "" means `auto`.
-    has_reward: whether the user has a reward function. If so, and if texts are compared although
-    --verifier is not given, the comparison is only the metric `exact`. The user's function may
-    reward right answers in other words, so evaluations report the score of that function.
+    has_reward: whether the user has a reward function. If the user has one, gives no --verifier,
+    and the answers are texts, then the comparison is only the metric `exact`. The user's function
+    may reward right answers in other words, so evaluations report the score of that function.
 
     Raises ValueError in the same cases as `choose_verifier` and `load_function`.
     """
@@ -94,7 +94,8 @@ def with_verifier(task: Task, spec: str, has_reward: bool) -> Task:
         assert verifier is not None
         notes.append(
             "the comparison is only a metric, because you have a reward of your own; "
-            "to make it the accuracy, add --verifier exact or --verifier FILE.py:function"
+            "to use the comparison as the accuracy, add --verifier exact or "
+            "--verifier FILE.py:function"
         )
         task = task._replace(rewards={"exact": verifier}, reward_weights={"exact": 0.0})
     elif verifier is not None:
@@ -127,18 +128,22 @@ def _note_prose_and_alternatives(rows: list[Example], include_prose: bool) -> li
 # ---- columns
 
 
-def note_unread_columns(task: Task, columns: str, hint: str = "") -> list[str]:
+def note_unread_columns(task: Task, columns_flag: str, teacher_prompt: str = "") -> list[str]:
     """
     A line that lists the text columns that no prompt, reward, environment or template reads.
 
-    The result is empty if there are no such columns.
+    The result is empty if every text column is read.
 
-    columns: the value of --columns.
-    hint: the template in the file --teacher-prompt, which may contain the names of columns.
+    columns_flag: the value of --columns.
+    teacher_prompt: the template in the file --teacher-prompt, which may name columns.
     """
     rows = task.train + task.held_out
     names = columns_with_text(rows)
-    read = {*READ_COLUMNS, *parse_renames(columns).values(), *re.findall(r"\{(\w+)\}", hint)}
+    read = {
+        *READ_COLUMNS,
+        *parse_old_column_by_new(columns_flag).values(),
+        *re.findall(r"\{(\w+)\}", teacher_prompt),
+    }
     for reward in task.rewards.values():
         read.update(columns_that_function_reads(reward, names))
     for kind in task.environments.values():
@@ -152,7 +157,7 @@ def note_unread_columns(task: Task, columns: str, hint: str = "") -> list[str]:
 
 
 def _is_in_prompts(rows: Sequence[Example], column: str) -> bool:
-    """Whether each prompt contains the text of a column, as in Alpaca with the column `input`."""
+    """Whether each prompt contains the text of a column, such as the column `input` of Alpaca."""
     for example in rows:
         text = example.get(column)
         if not text:

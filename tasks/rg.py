@@ -2,15 +2,15 @@
 The tasks `rg:NAME`, with endless problems from data sets of the optional package reasoning-gym.
 
 A problem is determined by its data set, its level and its number. Held-out problems have numbers
-below `FIRST`. The training problems have higher numbers, of which each seed of a run has its own
-range of `FIRST` numbers. A run does not use prompts that are held out, or that it has drawn before.
+below `FIRST`. Training problems have higher numbers, and each seed of a run has its own range of
+`FIRST` numbers. A run does not train on held-out prompts, or on prompts that it has drawn before.
 
-Worker processes make the problems, because hashes of strings decide which problems four of the
-generators make, and all workers use the same hashes. Other workers score the answers by the rules
-of the data sets. The scoring workers are sealed, because some scorers never finish on hostile text.
-The scoring workers make no problems, so that no answer can influence a problem. Where a scorer
-would run an answer as Python code, `eval` is replaced by a function in `rewards/formulas.py`. This
-file does not cover which problems are drawn in a step (tasks/draws.py).
+Worker processes make the problems, because four of the generators depend on the hashes of strings,
+which are the same in all workers. Other workers score the answers by the rules of the data sets.
+The scoring workers are sealed, because some scorers never finish on hostile text. The scoring
+workers make no problems, so that no answer can influence a problem. Where a scorer would run an
+answer as Python code, `eval` is replaced by a function in `rewards/formulas.py`. This file does not
+cover which problems are drawn in a step (tasks/draws.py).
 """
 
 # ruff: noqa: RUF001  (logic has an or that looks like a v)
@@ -27,8 +27,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from prompts.examples import Example, did_you_mean, format_error, hash_prompt, shorten_value
-from rewards.formulas import patch_and_preload_sympy, read_formula, read_list
+from prompts.examples import (
+    Example,
+    did_you_mean,
+    format_error,
+    hash_prompt_without_system,
+    shorten_value,
+)
+from rewards.formulas import (
+    formula_to_sympy,
+    parse_json_with_single_quotes,
+    patch_and_preload_sympy,
+)
 from rewards.rewards import Reward
 from sandbox.workers import WorkerAnswer, WorkerPool
 from tasks.task import Task
@@ -47,29 +57,32 @@ SEEDS = 2**12 - 1  # the number of seeds with different problems, since numbers 
 # the largest numbers of worker processes, which use 100 MB each
 MAKERS = 2
 SCORERS = 4
-# the problems per data set object, as by default; the problems of four data sets depend on it
+# The number of problems per data set object, which is the default of reasoning-gym. The problems of
+# four data sets depend on it.
 SIZE = 500
 LIMIT = 5.0  # the limit on processor time for scoring an answer, in seconds
 MAKING = 60.0  # the limit on processor time for making a problem, in seconds
 GOLDEN = 0.6180339887498949  # multiples of this number modulo 1 are spread evenly
 
-LONGEST = 100_000  # the largest number of characters in an answer; right ones have a few thousand
+LONGEST = (
+    100_000  # the largest number of characters in an answer; right answers have a few thousand
+)
 
 # The data sets whose scorers run text as Python code, each with the function that replaces `eval`.
-# `tests/test_seal.py` searches the source code for such scorers. The scorers of bitwise_arithmetic
+# `tests/test_seal.py` searches the source code for these scorers. The scorers of bitwise_arithmetic
 # and number_sorting run only text from the problem, never text from the answer.
 READERS: dict[str, Callable[..., Any]] = {
-    "binary_matrix": read_list,
-    "n_queens": read_list,
-    "number_sorting": read_list,
-    "spiral_matrix": read_list,
-    "string_insertion": read_list,
-    "bitwise_arithmetic": read_formula,
-    "countdown": read_formula,
-    "intermediate_integration": read_formula,
-    "polynomial_multiplication": read_formula,
-    "puzzle24": read_formula,
-    "simple_integration": read_formula,
+    "binary_matrix": parse_json_with_single_quotes,
+    "n_queens": parse_json_with_single_quotes,
+    "number_sorting": parse_json_with_single_quotes,
+    "spiral_matrix": parse_json_with_single_quotes,
+    "string_insertion": parse_json_with_single_quotes,
+    "bitwise_arithmetic": formula_to_sympy,
+    "countdown": formula_to_sympy,
+    "intermediate_integration": formula_to_sympy,
+    "polynomial_multiplication": formula_to_sympy,
+    "puzzle24": formula_to_sympy,
+    "simple_integration": formula_to_sympy,
 }
 
 
@@ -128,7 +141,7 @@ RULES: dict[str, Callable[[str, dict[str, Any]], bool]] = {
 # ---- the settings of a task
 
 
-class Mix(NamedTuple):
+class DataSetMix(NamedTuple):
     """A mix of data sets for a task, with their weights and settings."""
 
     weights: dict[str, float]
@@ -139,17 +152,18 @@ class Mix(NamedTuple):
     unused: tuple[str, ...] = ()  # configured data sets that the task does not use
 
 
-def parse_mix(task: str, config: str | None) -> Mix:
+def parse_mix(task_name: str, config_path: str | None) -> DataSetMix:
     """
     Parses a task such as `rg:countdown=2,leg_counting` and the file that --task-config names.
 
     The names of other data sets in the file become `unused`. A worker checks later that these data
     sets exist, because only workers import reasoning-gym.
-    Raises ValueError for mistakes; the message names the wrong part of the task or key of the file.
+
+    Raises ValueError for mistakes; the message names the wrong part of the task or the wrong key.
     """
-    weights = _parse_weights(task)
-    flag = f"--task-config {config}"
-    content = load_yaml(config, flag) if config else {}
+    weights = _parse_weights(task_name)
+    flag = f"--task-config {config_path}"
+    content = load_yaml(config_path, flag) if config_path else {}
     if not isinstance(content, dict):
         raise ValueError(
             f"{flag} contains {shorten_value(content)} instead of settings; "
@@ -171,13 +185,13 @@ def parse_mix(task: str, config: str | None) -> Mix:
                 f"{flag}: {name} is {shorten_value(values)}; "
                 "write settings other than seed and size under this name"
             )
-    return Mix(weights, settings, num_held_out, system, unused=tuple(map(str, content)))
+    return DataSetMix(weights, settings, num_held_out, system, unused=tuple(map(str, content)))
 
 
-def _parse_weights(task: str) -> dict[str, float]:
+def _parse_weights(task_name: str) -> dict[str, float]:
     """The weight of each data set that a task such as `rg:countdown=2,leg_counting` names."""
     weights: dict[str, float] = {}
-    for part in task.removeprefix("rg:").split(","):
+    for part in task_name.removeprefix("rg:").split(","):
         name, equals, text = part.partition("=")
         name = name.strip()
         try:
@@ -186,8 +200,8 @@ def _parse_weights(task: str) -> dict[str, float]:
             weight = 0.0
         if not name or name in weights or not 0 < weight < 1e6:
             raise ValueError(
-                f"--task {task}: {part!r} is not NAME or NAME=WEIGHT with a positive weight, or "
-                "repeats a name; write the task as in rg:countdown=2,lcm"
+                f"--task {task_name}: {part!r} is not NAME or NAME=WEIGHT with a positive weight, "
+                "or repeats a name; write the task as in rg:countdown=2,lcm"
             )
         weights[name] = weight
     return weights
@@ -196,18 +210,16 @@ def _parse_weights(task: str) -> dict[str, float]:
 # ---- functions of the main process
 
 
-def make_task(name: str, config: str | None) -> Task:
+def make_task(name: str, config_path: str | None) -> Task:
     """
     The task for a name such as `rg:countdown=2,leg_counting`.
 
-    config: the path that --task-config gives, if any.
+    config_path: the file that --task-config names, if any.
     """
-    problems = GymProblems(parse_mix(name, config))
+    problems = GymProblems(parse_mix(name, config_path))
     rewards: dict[str, Reward] = {"correct": problems.score, "format": score_format}
-    weights = {
-        "correct": 1.0,
-        "format": 0.1,
-    }  # the format alone earns much less than the right answer
+    # the format alone earns much less than the right answer
+    weights = {"correct": 1.0, "format": 0.1}
     return Task(
         name, rewards, weights, problems.verify, held_out=problems.held_out, problems=problems
     )
@@ -220,7 +232,7 @@ class GymProblems:
     Raises ValueError if reasoning-gym or a data set is missing, or if a setting is wrong.
     """
 
-    def __init__(self, mix: Mix):
+    def __init__(self, mix: DataSetMix):
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ValueError(
                 f"--task rg:{','.join(mix.weights)} needs the package reasoning-gym, which is not "
@@ -236,14 +248,16 @@ class GymProblems:
         )
         # Every run of the mix has the same held-out problems. If problems repeat, there are fewer
         # held-out problems than `num_held_out`, because no other numbers are tried.
-        examples = self._make_numbered(range(mix.num_held_out), 0)
-        self.held_out = list({hash_prompt(example): example for example in examples}.values())
+        examples = self._make_numbered_examples(range(mix.num_held_out), 0)
+        self.held_out = list(
+            {hash_prompt_without_system(example): example for example in examples}.values()
+        )
 
     def make_examples(self, indices: Sequence[int], seed: int) -> list[Example]:
         """The training examples at the given indices in the order of the seed."""
-        return self._make_numbered(indices, FIRST * (1 + seed % SEEDS))
+        return self._make_numbered_examples(indices, FIRST * (1 + seed % SEEDS))
 
-    def _make_numbered(self, indices: Sequence[int], first_number: int) -> list[Example]:
+    def _make_numbered_examples(self, indices: Sequence[int], first_number: int) -> list[Example]:
         """The examples whose problems have the numbers `first_number` plus the given indices."""
         questions = [(self._choose_data_set(index), first_number + index) for index in indices]
         examples = []
@@ -264,7 +278,7 @@ class GymProblems:
         return examples
 
     def _choose_data_set(self, index: int) -> str:
-        """The data set for an index; data sets are as frequent as their weights demand."""
+        """The data set for an index. Data sets occur in proportion to their weights."""
         names = list(self.mix.weights)
         ends = list(itertools.accumulate(self.mix.weights.values()))
         return names[bisect.bisect(ends, index * GOLDEN % 1.0 * ends[-1])]
@@ -332,24 +346,26 @@ def _ends_with_only_answer(text: str) -> bool:
 
 
 def make_problem_maker(
-    settings: dict[str, dict[str, Any]], unused: Sequence[str] = ()
+    settings_by_data_set: dict[str, dict[str, Any]], unused_data_sets: Sequence[str] = ()
 ) -> Callable[[tuple[str, int]], tuple[str, Any, str]]:
     """
     Makes the function of a worker that returns the prompt, the answer and the entry of a problem.
 
     The question to the worker is the name of a data set and the number of a problem. The entry is
-    packed as JSON. Raises ValueError for a wrong name or setting.
+    packed as JSON.
+
+    Raises ValueError for a wrong name or setting.
     """
     from reasoning_gym.factory import DATASETS
 
     names = sorted(set(DATASETS) - {"composite"})
-    for name in settings:
+    for name in settings_by_data_set:
         if name not in names:
             raise ValueError(
                 f"--task rg:{name}: reasoning-gym has no data set of this name"
                 f"{did_you_mean(name, names)}"
             )
-    for name in unused:
+    for name in unused_data_sets:
         if name not in names:
             hint = did_you_mean(name, [*names, "held_out", "system"])
             raise ValueError(
@@ -358,40 +374,42 @@ def make_problem_maker(
 
     @functools.lru_cache(maxsize=16)
     def get_data_set(name: str, seed: int) -> Any:
-        return make_data_set(name, seed, settings[name])
+        return make_data_set(name, seed, settings_by_data_set[name])
 
-    for name in settings:
+    for name in settings_by_data_set:
         get_data_set(name, 0)
 
-    def make(question: tuple[str, int]) -> tuple[str, Any, str]:
-        name, number = question
+    def make_problem(name_and_number: tuple[str, int]) -> tuple[str, Any, str]:
+        name, number = name_and_number
         _seed_global_generators(number)
         offset = number % SIZE
         entry = get_data_set(name, number - offset)[offset]
         return entry["question"], entry["answer"], pack_entry(entry)
 
-    return make
+    return make_problem
 
 
 def make_answer_scorer(
-    settings: dict[str, dict[str, Any]],
+    settings_by_data_set: dict[str, dict[str, Any]],
 ) -> Callable[[tuple[str, str, str]], float]:
     """
     Makes the function of a sealed worker that returns the score of an answer.
 
     The question to the worker is the name of a data set, a packed entry and the answer.
     """
-    if any(READERS.get(name) is read_formula for name in settings):
+    if any(READERS.get(name) is formula_to_sympy for name in settings_by_data_set):
         patch_and_preload_sympy()
     from reasoning_gym.factory import DATASETS
 
-    data_sets = {name: make_data_set(name, 0, values) for name, values in settings.items()}
-    for name in READERS.keys() & settings.keys():
+    data_sets = {
+        name: make_data_set(name, 0, settings) for name, settings in settings_by_data_set.items()
+    }
+    for name in READERS.keys() & data_sets.keys():
         module = sys.modules[DATASETS[name][0].__module__]
         vars(module).update(eval=READERS[name], parse_expr=READERS[name])
 
-    def score(question: tuple[str, str, str]) -> float:
-        name, packed_entry, answer = question
+    def score(name_entry_and_answer: tuple[str, str, str]) -> float:
+        name, packed_entry, answer = name_entry_and_answer
         entry = unpack_entry(packed_entry)
         if name in RULES and not RULES[name](answer, entry):
             return 0.0
@@ -421,7 +439,7 @@ def _restore_tuple(value: dict[str, Any]) -> Any:
 
 
 def unpack_entry(text: str) -> Any:
-    """The entry that was packed, with strings in place of keys that were numbers."""
+    """The packed entry. Keys that were numbers have become strings."""
     return json.loads(text, object_hook=_restore_tuple)
 
 
@@ -438,6 +456,7 @@ def make_data_set(name: str, seed: int, settings: dict[str, Any]) -> Any:
     A data set object of reasoning-gym with `SIZE` problems.
 
     If the settings include `level`, the curriculum of reasoning-gym overrides other settings.
+
     Raises ValueError for wrong settings.
     """
     from reasoning_gym.factory import CURRICULA, DATASETS
@@ -452,9 +471,8 @@ def make_data_set(name: str, seed: int, settings: dict[str, Any]) -> Any:
         curriculum = CURRICULA[name]()
         attributes = curriculum.attributes.values()
         num_levels = max(len(attribute.levels) for attribute in attributes)
-        if (
-            type(level) is not int or not 0 <= level < num_levels
-        ):  # reasoning-gym would use the highest level instead of a level that is too high
+        # if the level is too high, reasoning-gym would silently use the highest level
+        if type(level) is not int or not 0 <= level < num_levels:
             raise ValueError(f"level must be from 0 to {num_levels - 1}")
         curriculum.set_global_level(level)
         return kind(config=curriculum.generate_configuration(values))

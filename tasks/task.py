@@ -8,8 +8,6 @@ from prompts.examples import Example
 from rewards.rewards import Reward
 
 Sides = tuple[list[Example], list[Example]]  # training examples, held-out examples
-
-
 DATA = Path(__file__).parent.parent / "data"
 
 
@@ -41,8 +39,10 @@ class Task(NamedTuple):
 
     # functions that the model may call, by name
     tools: dict[str, Callable[..., Any]] = {}  # noqa: RUF012
-    # the environment classes by their name in the column `environment`, or "" for the only one
+    # the environment classes by their names in the column `environment`; "" if there is only one
     environments: dict[str, type] = {}  # noqa: RUF012
+    # the outside harness that plays the episodes instead: a `serving.harness.Harness`
+    harness: Any = None
 
     def with_reward(self, name: str, reward: Reward) -> "Task":
         """The task with an additional reward, which has weight 1."""
@@ -51,11 +51,16 @@ class Task(NamedTuple):
         )
 
     @property
-    def counted_rewards(self) -> dict[str, Reward]:
+    def has_episodes(self) -> bool:
+        """Whether the model's answers are episodes in an environment."""
+        return bool(self.environments) or self.harness is not None
+
+    @property
+    def rewards_with_nonzero_weight(self) -> dict[str, Reward]:
         """The rewards whose weight is not 0, in contrast to metrics, whose weight is 0."""
         return {name: reward for name, reward in self.rewards.items() if self.reward_weights[name]}
 
     @property
     def metric(self) -> str:
-        """The name of the main evaluation result, "accuracy" with a verifier, else "score"."""
+        """The name of the main evaluation result: "accuracy" with a verifier, else "score"."""
         return "score" if self.verifier is None else "accuracy"

@@ -76,7 +76,7 @@ NUMBERS, KEEP = [], []
 
 
 def frame(*content):
-    return sys.modules["__main__"]._make_frame(*content)
+    return sys.modules["__main__"]._make_json_frame(*content)
 
 
 def look(_, running):

@@ -32,7 +32,7 @@ import cpu_blas
 # Without bytecode, hundreds of processes would compile the same files again.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
-    sys.pycache_prefix = str(cpu_blas.ensure_cache_directory() / "bytecode")
+    sys.pycache_prefix = str(cpu_blas.make_private_or_temporary_cache() / "bytecode")
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 import hypothesis

@@ -37,7 +37,7 @@ ADVANTAGES = np.random.default_rng(3).normal(size=12)
 
 def resolve_settings(settings, recipe=None, resume=None):
     """The settings, and the line about the model, as `train.py` resolves them."""
-    return sources.resolve_settings(settings, recipe, resume, model_choice.choose_model)
+    return sources.resolve_settings(settings, recipe, resume, model_choice.choose_model_and_reason)
 
 
 def make_config(*flags):
@@ -164,7 +164,7 @@ def update_once(run, budget=100_000, advantages=None):
         batches = update.add_reference_logprobs(run.learner, batches)
     scheduled_learning_rate = update.scheduled_learning_rate(run.config, run.step)
     result = update.run_optimizer_steps(run.learner, batches, scheduled_learning_rate)
-    run.mark_step_as_complete()
+    run.snapshot_step_or_interrupt()
     return result
 
 

@@ -28,7 +28,7 @@ INSIDE = {
 def test_no_attack_is_a_right_answer_to_the_reader_of_formulas():
     pool = WorkerPool("rewards.equality:make_math_checker", (), num=1, limit=0.2, sealed=True)
     asked = [
-        math_answers.compare_values((r"\{7,8\}", r"2\sqrt{3}")[place % 2], text)
+        math_answers.compare_math_or_text((r"\{7,8\}", r"2\sqrt{3}")[place % 2], text)
         for place, text in enumerate(ANSWERS)
     ]
     pairs = [pair for pair in asked if isinstance(pair, tuple)]

@@ -60,7 +60,7 @@ def test_no_cheat_is_paid_where_reasoning_gym_pays_for_parts(tmp_path):
     (tmp_path / "few.yaml").write_text("held_out: 6")
     flags = {"task": "rg:chain_sum", "model": "demo", "task_config": f"{tmp_path}/few.yaml"}
     task = tasks.make_task(
-        preflight.resolve_settings(flags, None, None, model_choice.choose_model)[0]
+        preflight.resolve_settings(flags, None, None, model_choice.choose_model_and_reason)[0]
     )
     found = audit.audit_reward("correct", task.rewards["correct"], task.held_out)
     assert found.form == "<answer>%s</answer>" and all(line.is_honest for line in found.surprises)

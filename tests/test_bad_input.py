@@ -411,7 +411,7 @@ def limited(size: int) -> Iterator[None]:
 
 
 def test_a_run_directory_belongs_to_one_run(tmp_path):
-    with run_files.unlock_run_dirs_on_exit():
+    with run_files.unlock_run_dirs_after_block():
         made = [
             run_files.create_run_dir("model: demo\n", tmp_path / "demo-now", None) for _ in range(3)
         ]
@@ -419,7 +419,7 @@ def test_a_run_directory_belongs_to_one_run(tmp_path):
         with pytest.raises(ValueError, match="is being used for training by process"):
             run_files.create_run_dir("model: other\n", made[0], str(made[0]))
     with (
-        run_files.unlock_run_dirs_on_exit(),
+        run_files.unlock_run_dirs_after_block(),
         pytest.raises(ValueError, match="demo-now already exists; "),
     ):
         run_files.create_run_dir("model: other\n", made[0], str(made[0]))
@@ -585,7 +585,7 @@ def test_control_characters_are_shown_as_such_wherever_a_line_is_printed(capsys,
     with pytest.raises(SystemExit):
         exit_with_error(text)
     console.print_line(text)
-    console.print_warning(text)
+    console.print_line_to_stderr(text)
     assert capsys.readouterr() == (shown, f"error: {shown}{shown}")
 
 

@@ -37,7 +37,7 @@ def test_engines_agree_to_the_letter_and_report_what_they_did(capsys):
         rival = bench_rollout.make_mlx_lm_rival(
             harness.load_mlx_lm_model(directory, model.head_weight.dtype), directory
         )
-    record = judging.benchmark_judging(ARGS, model, tokenizer, rival)
+    record = judging.benchmark_and_print_judging(ARGS, model, tokenizer, rival)
     for name, agreement in record["agreement"].items():  # one token is ours' likeliest first
         assert agreement["replies"] == 1 and (
             agreement["scores"] == 1 or name.endswith("_one_token")
@@ -74,6 +74,6 @@ def test_an_engine_that_replies_something_else_is_seen_to_disagree():
 
 
 def test_ids_that_the_tokenizer_has_no_text_for_are_shown_apart():
-    shown = judging.legible_copy(DEMO)
+    shown = judging.copy_with_visible_decoding(DEMO)
     assert shown.decode([5000, 6000]) == "<5000><6000>" != shown.decode([6000, 5000])
     assert shown.decode(DEMO.encode("one two")) == DEMO.decode(DEMO.encode("one two")) == "one two"

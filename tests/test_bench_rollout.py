@@ -209,7 +209,7 @@ def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
 def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops_early_or_late(
     checkpoints, engines
 ):
-    rollout.check_agreement(engines["ours"].keywords["model"], engines, WORK)
+    rollout.refuse_engines_that_disagree(engines["ours"].keywords["model"], engines, WORK)
     model = gwen.load_model(checkpoints["qwen3"])
     (ids,) = rollout.time_gwen_rollout(
         WORK._replace(prompts=PROMPTS[:1], group_size=1, limits=[16], temperature=0.0), model=model
@@ -218,17 +218,21 @@ def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops
     assert twin not in ids
     model.embed_tokens.weight[twin] = model.embed_tokens.weight[ids[0]]
     work = WORK._replace(prompts=PROMPTS[:1], group_size=1)
-    rollout.check_agreement(model, {"other": lambda work: made([[twin, *ids[1:]]])}, work)
+    rollout.refuse_engines_that_disagree(
+        model, {"other": lambda work: made([[twin, *ids[1:]]])}, work
+    )
     for wrong, place in ((ids[:7], 7), ([*ids[:4], ids[4] - 1, *ids[5:]], 4)):
         with pytest.raises(
             ValueError,
             match=f"other and Gwen's model differ at token {place} of a greedy completion",
         ):
-            rollout.check_agreement(model, {"other": lambda work, wrong=wrong: made([wrong])}, work)
+            rollout.refuse_engines_that_disagree(
+                model, {"other": lambda work, wrong=wrong: made([wrong])}, work
+            )
     with pytest.raises(
         ValueError, match="other and Gwen's model differ at token 16"
     ):  # it went on behind an end
-        rollout.check_agreement(
+        rollout.refuse_engines_that_disagree(
             model, {"other": lambda work: made([ids])}, work._replace(eos_ids=(ids[4],))
         )
 

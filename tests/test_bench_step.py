@@ -59,7 +59,7 @@ def test_every_rival_does_the_work_and_times_every_step(engine, tmp_path):
 
 def test_the_reward_differs_between_neighbours_and_completions_of_another_length_are_noticed():
     steps = step.StepTimes(step.parse_flags([]), hub.DEMO)
-    rewards = steps.alternating_reward([""] * 40, completion_ids=[[1, 2]] * 40)
+    rewards = steps.arbitrary_varied_rewards([""] * 40, completion_ids=[[1, 2]] * 40)
     assert all(one != other for one, other in itertools.pairwise(rewards))
     with pytest.raises(AssertionError, match=r"completions of .2. tokens"):
         steps.record_step_time()
@@ -69,7 +69,7 @@ def test_medians_are_taken_over_all_processes_and_ours_compared_with_each(capsys
     args = step.parse_flags(["--batch", "5", "--groups", "2", "--max-tokens", "1"])
     taken = [("ours", 2.0, 5.0), ("ours", 4.0, 5.0), ("ours", 9.0, 9.0), ("trl", 8.0, 18.0)]
     names = ("engine", "step_s", "cpu_s", "peak_mb")
-    step.print_report(
+    step.print_table_and_json(
         args, [dict(zip(names, (name, s, 3 * s, peak), strict=True)) for name, s, peak in taken]
     )
     *_, result, last = capsys.readouterr().out.splitlines()

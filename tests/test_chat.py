@@ -53,7 +53,7 @@ def test_a_turn_continues_from_the_last_and_its_ids_are_those_of_the_whole_conve
             if ids[-1] != end:
                 ids.append(end)
             ids += tokenizer.encode(text_between_turns(line))
-        reply = "".join(side.reply(line))
+        reply = "".join(side.stream_reply(line))
         assert side.turn == expected_turn(model, ids, len(side.turn))
         assert 1 <= len(side.turn) <= 6
         assert len(side.turn) == 6 or side.turn[-1] in model.config.eos_ids
@@ -66,8 +66,8 @@ def test_a_model_without_end_tokens_is_talked_to_with_those_of_its_template():
     model, tokenizer = gwen.load("random:2m")
     assert model.config.eos_ids == ()
     side = make_side(model, tokenizer)
-    list(side.reply("one"))
-    text = tokenizer.decode(side.encode_turn("two"))
+    list(side.stream_reply("one"))
+    text = tokenizer.decode(side.encode_up_to_next_reply("two"))
     assert "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in text
 
 
@@ -76,12 +76,12 @@ def test_a_conversation_that_fills_the_context_or_is_no_number_ends_in_an_error(
 ):
     model = gwen.load_model(tiny_model, mx.float32)
     side = make_side(model, tokenizer, context=60)
-    list(side.reply("one"))
+    list(side.stream_reply("one"))
     with pytest.raises(ValueError, match="60 tokens"):
-        list(side.reply("two" * 20))
+        list(side.stream_reply("two" * 20))
     model.norm.weight = model.norm.weight * mx.nan
-    with pytest.raises(sampler.NotFinite):
-        list(make_side(model, tokenizer).reply("one"))
+    with pytest.raises(sampler.NonFiniteLogprob):
+        list(make_side(model, tokenizer).stream_reply("one"))
 
 
 # ---- characters
@@ -114,7 +114,7 @@ def test_a_stop_text_ends_an_answer_before_it_and_a_mere_beginning_of_one_is_sho
     tokenizer, stop_texts
 ):
     text = "one and two is three, thre"
-    stop = sampler.Stop(stop_texts, tokenizer)
+    stop = sampler.StopTexts(stop_texts, tokenizer)
     pieces = list(chat.stream_text(tokenizer.encode(text), tokenizer, stop))
     assert "".join(pieces) == stop.trim(text)
     for number in range(len(pieces)):  # at no time more is shown than in the end
@@ -201,12 +201,12 @@ def test_a_tool_is_called_and_its_reply_is_shown_and_read(talk, tmp_path):
     model, tokenizer = gwen.load("demo:tools")
     config = Config.from_flags(model="demo:tools", tools=[tools], max_turns=1)
     toolbox = toolbox_module.make_toolbox(
-        config, *tasks.load_tools(config), tokenizer, model.config
+        config, *tasks.load_tools_and_environments(config), tokenizer, model.config
     )
     side = make_side(model, tokenizer, 40, context=900, opening=[], toolbox=toolbox)
-    assert "[guess] not " in "".join(side.reply(FIND))
+    assert "[guess] not " in "".join(side.stream_reply(FIND))
     # its turns are over, so the model has not read the reply of the tool yet
-    text = tokenizer.decode(side.encode_turn("So?"))
+    text = tokenizer.decode(side.encode_up_to_next_reply("So?"))
     assert "<tool_response>\nnot " in text
     assert "<|im_start|>user\nSo?<|im_end|>" in text
 
@@ -231,7 +231,7 @@ def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(tiny_model, tokenize
     cache_lengths = []
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Pressing())
-        patch.setattr(type(side), "is_over", lambda _: False)
+        patch.setattr(type(side), "newest_turn_has_end_token", lambda _: False)
         for line in ("one", "two"):
             chat.run_chat({"": side}, [line])
             turn_lengths.append(len(side.turn))
@@ -244,9 +244,9 @@ def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(tiny_model, tokenize
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--chat --prompt Hi", "leave out --prompt and --num"),
-        ("--compare --prompt Hi", "--compare is for --chat with the --run or --adapter"),
-        ("--chat --task guess", "leave --chat out"),
+        ("--chat --prompt Hi", "--prompt"),
+        ("--compare --prompt Hi", "--compare"),
+        ("--chat --task guess", "--chat"),
         ("--chat --model demo --tool-timeout 3", "--tool-timeout 3"),
     ],
 )

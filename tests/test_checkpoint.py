@@ -35,7 +35,7 @@ def state(model, step):
     optimizer = {"step": mx.array(step, mx.uint64)} | {
         f"{name}.m": 0.1 * array for name, array in masters.items()
     }
-    return checkpoint.State(
+    return checkpoint.TrainingState(
         step, masters, optimizer, {"loss_scale": {"value": 2.0**15}, "best_step": step}
     )
 
@@ -44,7 +44,9 @@ def save(run, model, step, **changes):
     """Saves the state of a step, of which the model holds the masters."""
     saved = state(model, step)._replace(**changes)
     model.load_weights(list(saved.trainable.items()), strict=False)
-    checkpoint.save(run, saved, lambda to: lora.save_adapter_or_full_weights(model, to, "tiny"))
+    checkpoint.save_and_remove_old(
+        run, saved, lambda to: lora.save_adapter_or_full_weights(model, to, "tiny")
+    )
     return saved
 
 
@@ -75,10 +77,10 @@ def test_masters_of_a_model_that_is_trained_whole_are_kept_beside_its_16_bit_wei
         name: mx.random.normal(array.shape) for name, array in tree_flatten(whole.parameters())
     }
     whole.load_weights([(name, array.astype(mx.float16)) for name, array in masters.items()])
-    saved = checkpoint.State(
+    saved = checkpoint.TrainingState(
         1, masters, {"step": mx.array(1)}, {"loss_scale": {"value": 1.0}, "best_step": None}
     )
-    checkpoint.save(
+    checkpoint.save_and_remove_old(
         tmp_path, saved, lambda to: lora.save_adapter_or_full_weights(whole, to, "tiny")
     )
     assert same(checkpoint.load(tmp_path), saved)
@@ -137,25 +139,25 @@ def test_resume_without_a_name_takes_the_newest_run_that_is_unfinished_and_else_
     monkeypatch.chdir(tmp_path)
     begin(tmp_path, "killed", None, age=1)
     (tmp_path / "runs" / "of somebody else").mkdir()
-    message = catch_message(checkpoint.find_newest_unfinished_run)
+    message = catch_message(checkpoint.choose_and_print_run_to_resume)
     assert message.startswith("--resume: no run in runs/ can be resumed")
     begin(tmp_path, "finished", 10, age=3)
-    assert checkpoint.find_newest_unfinished_run() == "runs/finished"
+    assert checkpoint.choose_and_print_run_to_resume() == "runs/finished"
     begin(tmp_path, "older", 9, age=7)
     begin(tmp_path, "newer/seed-1", 3, age=5)
     begin(tmp_path, "trained", 3, age=2)
-    with run_files.unlock_run_dirs_on_exit():
+    with run_files.unlock_run_dirs_after_block():
         run_files.lock_run_dir(tmp_path / "runs" / "trained")
-        assert checkpoint.find_newest_unfinished_run() == "runs/newer/seed-1"
+        assert checkpoint.choose_and_print_run_to_resume() == "runs/newer/seed-1"
         assert capsys.readouterr().err.endswith("--resume continues the run runs/newer/seed-1\n")
-        assert checkpoint.find_newest_unfinished_run(steps=11) == "runs/finished"
-    assert checkpoint.find_newest_unfinished_run() == "runs/trained"
+        assert checkpoint.choose_and_print_run_to_resume(num_steps=11) == "runs/finished"
+    assert checkpoint.choose_and_print_run_to_resume() == "runs/trained"
 
 
 def test_a_disk_that_fills_leaves_what_was_saved_earlier_good(tmp_path, model, monkeypatch):
     for step in (1, 2):
         save(tmp_path, model, step)
-    checkpoint.copy_adapter_into_run_dir(tmp_path, state(model, 1))
+    checkpoint.copy_adapter_and_update_best(tmp_path, state(model, 1))
     before = read_tree(tmp_path)
 
     def full(path, target, *_):
@@ -166,12 +168,12 @@ def test_a_disk_that_fills_leaves_what_was_saved_earlier_good(tmp_path, model, m
     monkeypatch.setattr(shutil, "copyfile", full)
     for fills in (
         lambda: save(tmp_path, model, 3),
-        lambda: checkpoint.copy_adapter_into_run_dir(tmp_path, state(model, 2)),
+        lambda: checkpoint.copy_adapter_and_update_best(tmp_path, state(model, 2)),
     ):
         with pytest.raises(OSError, match="No space"):
             fills()
         assert read_tree(tmp_path) == before
-    checkpoint.copy_adapter_into_run_dir(
+    checkpoint.copy_adapter_and_update_best(
         tmp_path, state(model, 1)
     )  # what is the same already asks for no room
 
@@ -213,7 +215,7 @@ def killed_at(number):
 
 
 def published(run, model, step):
-    checkpoint.copy_adapter_into_run_dir(run, save(run, model, step))
+    checkpoint.copy_adapter_and_update_best(run, save(run, model, step))
 
 
 def files(run):
@@ -241,7 +243,7 @@ def test_a_process_that_is_killed_between_any_two_writes_of_a_save_leaves_a_run_
         loaded = checkpoint.load(run)
         assert same(loaded, state(model, loaded.step)) and loaded.step in (1, step)
         survived.append(loaded.step)
-        checkpoint.copy_adapter_into_run_dir(run, loaded)
+        checkpoint.copy_adapter_and_update_best(run, loaded)
         for name in ("adapter", "adapter-best"):
             for file in checkpoint.checkpoint_path(run, loaded.step).joinpath("adapter").iterdir():
                 assert (run / name / file.name).read_bytes() == file.read_bytes()

@@ -123,5 +123,5 @@ def test_changes_to_gwen_are_what_git_says(monkeypatch, tmp_path):
     assert "+a = 2" in code_record.read_uncommitted_changes()
     assert len(code_record.digest_of_uncommitted_changes()) == 12
     (tmp_path / "mine.py").write_text("b = 1\n")
-    assert tmp_path / "grpo.py" not in code_record.collect_code([tmp_path / "grpo.py"]).files
-    assert tmp_path / "mine.py" in code_record.collect_code([tmp_path / "mine.py"]).files
+    assert tmp_path / "grpo.py" not in code_record.read_code_in_use([tmp_path / "grpo.py"]).files
+    assert tmp_path / "mine.py" in code_record.read_code_in_use([tmp_path / "mine.py"]).files

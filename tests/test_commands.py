@@ -56,14 +56,14 @@ def test_an_editable_installation_is_started_and_installed_as_gwen(
     checkout.mkdir()
     (checkout / "pyproject.toml").touch()
     monkeypatch.setattr(commands, "HOME", checkout)
-    assert commands.is_checkout()
+    assert commands.is_run_from_checkout()
 
     distribution = mock.Mock()
     monkeypatch.setattr(commands.importlib.metadata, "distribution", lambda name: distribution)
     origin = {"url": checkout.as_uri(), "dir_info": {"editable": True}}
     distribution.read_text.return_value = json.dumps(origin)
     installed(f'editable = "{checkout}"')
-    assert not commands.is_checkout()
+    assert not commands.is_run_from_checkout()
     assert commands.command_prefix("chat.py --chat") == "gwen chat"
     assert commands.advice_to_install_extra("gguf") == (
         f"install Gwen again with: uv tool install --overrides {checkout}/deploy/overrides.txt "
@@ -71,4 +71,4 @@ def test_an_editable_installation_is_started_and_installed_as_gwen(
     )
 
     distribution.read_text.return_value = json.dumps(origin | {"url": "file:///elsewhere"})
-    assert commands.is_checkout(), "another checkout is installed"
+    assert commands.is_run_from_checkout(), "another checkout is installed"

@@ -35,7 +35,7 @@ def test_the_line_begins_as_other_peoples_scripts_expect_and_its_columns_are_nam
     line = console.format_step_line(STEP, 100)
     assert line == LINE
     assert len(line.split(" | ")) == len(
-        console.name_console_columns(Config.from_flags()).split(", ")
+        console.describe_console_columns(Config.from_flags()).split(", ")
     )
     unknown = console.format_step_line(STEP | {"loss": None, "reward/mean": None}, 100)
     assert unknown.startswith("step 1/100 | loss nan | reward nan | 105.5s")
@@ -47,7 +47,7 @@ def test_the_line_begins_as_other_peoples_scripts_expect_and_its_columns_are_nam
 def test_a_line_has_what_a_run_measures(settings):
     missing = {"rollout/tok_s": None} if settings.get("loss_type") == "sft" else {}
     line = console.format_step_line(STEP | {"reward/zero_std_frac": None} | missing, 100)
-    columns = console.name_console_columns(Config.from_flags(**settings))
+    columns = console.describe_console_columns(Config.from_flags(**settings))
     assert len(line.split(" | ")) == len(columns.split(", ")) and "groups" not in columns
 
 
@@ -67,7 +67,7 @@ with live:
     time.sleep(0.2)
     live.show_finished_step({{"step": 1, "rollout/tok_s": 1234.5, "step/s": 60.0}})
     live.show_phase("judge")
-    console.print_warning("{NOTE}")
+    console.print_line_to_stderr("{NOTE}")
 console.print_line("the end")
 """
 

@@ -132,10 +132,10 @@ def test_where_others_may_write_or_nobody_can_a_cache_of_this_process_serves(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     make(tmp_path / "gwen", monkeypatch)
-    cache = cpu_blas.ensure_cache_directory()
+    cache = cpu_blas.make_private_or_temporary_cache()
     assert cache.is_absolute() and tmp_path not in cache.parents and not list(cache.iterdir())
     assert cache.stat().st_mode & 0o777 == 0o700
-    assert cpu_blas.ensure_cache_directory() == cache  # once a process
+    assert cpu_blas.make_private_or_temporary_cache() == cache  # once a process
     assert capsys.readouterr().err.count("not kept for later runs\n") == 1
 
 

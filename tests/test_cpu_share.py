@@ -18,22 +18,22 @@ def on_cpu(monkeypatch):
 
 def test_less_than_half_of_a_core_is_a_shortage_after_five_seconds_of_computing():
     share = cpu_share.CpuShare()
-    share.add_phase("update", 4.9, 0.1)
+    share.add_if_cpu_phase("update", 4.9, 0.1)
     assert share.describe_shortage() == "", "too short"
-    share.add_phase("update", 5.1, 2.9)
+    share.add_if_cpu_phase("update", 5.1, 2.9)
     assert share.describe_shortage().startswith("this process gets 0.30 of a CPU core")
     assert share.describe_shortage(wait_s=4.5) == "", "waiting for other ranks needs no CPU"
-    share.add_phase("ref", 0.0, 2.0)
+    share.add_if_cpu_phase("ref", 0.0, 2.0)
     assert share.describe_shortage() == "", "exactly half of a core"
 
 
 def test_phases_that_may_wait_for_other_programs_are_not_measured(monkeypatch):
     share = cpu_share.CpuShare()
     for phase in ("rollout", "reward", "judge", "batch"):
-        share.add_phase(phase, 100.0, 0.0)
+        share.add_if_cpu_phase(phase, 100.0, 0.0)
     assert share.describe_shortage() == ""
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
-    share.add_phase("update", 100.0, 0.0)
+    share.add_if_cpu_phase("update", 100.0, 0.0)
     assert share.describe_shortage() == ""
 
 

@@ -67,7 +67,8 @@ def whole(tmp_path_factory):
 def go_on(whole):
     """As `resume` below, but without steps and with one model; adds what was restored."""
     made = train.GrpoRun(
-        sources.resolve_settings({}, None, str(whole), model_choice.choose_model)[0], whole
+        sources.resolve_settings({}, None, str(whole), model_choice.choose_model_and_reason)[0],
+        whole,
     )
     states = []
 

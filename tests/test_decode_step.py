@@ -30,13 +30,13 @@ def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(
     monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
     monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: False)
     monkeypatch.setattr(gwen, "LEAST_COMPILED", 0)
-    monkeypatch.setattr(cpu, "can_compile_loops", lambda: True)
+    monkeypatch.setattr(cpu, "try_to_compile_loops", lambda: True)
     prompts = KVCache(model.config.layer_kinds, 3, mx.array([0, 1]))
     mx.eval(model.hidden(mx.array([[5, 6, 7], [0, 8, 9]]), prompts))
     ours, theirs = (SlotCache(prompts, 3, 8, share) for _ in range(2))
     for cache in (ours, theirs):
         cache.assign_prompts([0, 0, 1])
-    step, tokens = gwen.make_decode_step(model), np.array([[3], [4], [11]])
+    step, tokens = gwen.make_decode_to_hidden_step(model), np.array([[3], [4], [11]])
     assert step != model.hidden
     for number in range(4):
         for cache in (ours, theirs):
@@ -54,10 +54,10 @@ def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(
 def test_on_a_cpu_the_step_of_a_small_model_is_its_own_and_so_is_any_without_a_compiler(
     model, monkeypatch
 ):
-    assert gwen.make_decode_step(model) == model.hidden
+    assert gwen.make_decode_to_hidden_step(model) == model.hidden
     monkeypatch.setattr(gwen, "LEAST_COMPILED", 0)
-    monkeypatch.setattr(cpu, "can_compile_loops", lambda: False)
-    assert gwen.make_decode_step(model) == model.hidden
+    monkeypatch.setattr(cpu, "try_to_compile_loops", lambda: False)
+    assert gwen.make_decode_to_hidden_step(model) == model.hidden
 
 
 def test_sampling_and_the_frozen_base_make_no_function_with_a_gradient(model, monkeypatch):

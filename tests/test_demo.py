@@ -8,7 +8,7 @@ from conftest import catch_message, read_log, write_log
 
 from bench import answers as audit
 from tasks import demo as sums
-from tasks.demo import number_words, numbers_in
+from tasks.demo import number_in_words, numbers_in_words_or_digits
 
 ASKED = "What is twenty-seven plus fifteen?"
 READ = read_log(
@@ -28,7 +28,7 @@ def test_the_audits_reader_and_the_verifier_agree_though_they_share_no_code(
 
 
 def test_a_number_with_the_long_s_that_upper_and_lower_case_share_is_read():
-    assert numbers_in("\u017feven, Twenty-\u017fix") == [7, 26]
+    assert numbers_in_words_or_digits("\u017feven, Twenty-\u017fix") == [7, 26]
 
 
 def test_the_audits_reader_forgives_a_stammer_and_the_verifier_other_words_for_plus_and_is():
@@ -42,7 +42,7 @@ def test_the_audits_reader_forgives_a_stammer_and_the_verifier_other_words_for_p
 
 def test_of_recorded_answers_the_audit_calls_those_right_that_the_verifier_does():
     for prompt, answer, scores in read_log(Path(__file__).parent / "judged_answers.jsonl"):
-        right = number_words(sum(numbers_in(prompt)))
+        right = number_in_words(sum(numbers_in_words_or_digits(prompt)))
         assert audit.audit_answer(prompt, answer).right == bool(
             sums.correct([prompt], [answer], [right])[0]
         )
@@ -72,5 +72,5 @@ def test_the_audit_of_a_run_counts_its_first_and_its_newest_evaluation(golden, c
     write_log(tmp_path / "eval_answers.jsonl", [one for one in recorded if not one["step"]])
     for other in (golden("sft"), tmp_path):  # of another task, and before its first steps
         assert "has no evaluations of --task demo both before and after" in catch_message(
-            audit.load_first_and_newest_answers, [other]
+            audit.load_untrained_and_newest_answers, [other]
         )

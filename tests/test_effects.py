@@ -128,10 +128,10 @@ def describe_own(tmp_path, name, **settings):
 
 def test_a_reference_pass_that_an_own_loss_does_not_use_is_named(tmp_path):
     (line,) = describe_own(tmp_path, "no_reference", beta=0.1)
-    assert line.startswith("--beta 0.1 pays for a reference pass in every step that nothing uses")
-    assert line.endswith("does not depend on tokens.ref_logprobs; set --beta 0")
+    assert line.startswith("--beta 0.1 ") and "reference" in line
+    assert "tokens.ref_logprobs" in line and line.endswith("--beta 0")
     (line,) = describe_own(tmp_path, "measures_reference", beta=0.1)
-    assert line.startswith("--beta 0.1 only measures a metric")
+    assert line.startswith("--beta 0.1 ") and "metric" in line
     assert describe_own(tmp_path, "uses_reference", beta=0.1) == []
     assert describe_own(tmp_path, "no_reference") == []
 

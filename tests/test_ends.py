@@ -115,11 +115,14 @@ def test_the_tokenizers_padding_ends_a_completion_but_not_what_begins_a_text(tok
 
 def test_a_tag_of_a_thought_counts_only_where_the_prompt_has_closed_the_thought():
     controls = {5: "<think>", 6: "</think>", 7: "<|x|>"}
-    assert ends.find_control_tokens([1, 5, 6], [2, 6, 7, 7], controls) == ["</think>", "<|x|>"]
-    assert ends.find_control_tokens([1, 5], [2, 6, 7], controls) == [
+    assert ends.control_tokens_in_response([1, 5, 6], [2, 6, 7, 7], controls) == [
+        "</think>",
+        "<|x|>",
+    ]
+    assert ends.control_tokens_in_response([1, 5], [2, 6, 7], controls) == [
         "<|x|>"
     ]  # the answer closes it
-    assert ends.find_control_tokens([1], [5, 2, 6], controls) == []
+    assert ends.control_tokens_in_response([1], [5, 2, 6], controls) == []
 
 
 @pytest.mark.slow

@@ -260,8 +260,8 @@ ANSWERS = (
 
 
 def test_a_refusal_is_told_by_how_an_answer_opens_and_repetition_by_runs_of_four_words():
-    assert all(map(form.is_refusal, REFUSALS.split("|"))) and not any(
-        map(form.is_refusal, ANSWERS.split("|"))
+    assert all(map(form.opens_with_refusal, REFUSALS.split("|"))) and not any(
+        map(form.opens_with_refusal, ANSWERS.split("|"))
     )
     assert (
         form.repeated_4gram_fraction("one two three four")
@@ -431,7 +431,7 @@ def test_chat_and_export_take_model_and_adapter_from_the_run(runs, capsys, tmp_p
     capsys.readouterr()
     chat.main(["--model", str(tmp_path / "merged"), "--max-tokens", "8", *prompt])
     assert capsys.readouterr().out == ours
-    assert run_files.adapter_path(str(runs / "demo"), 0) is None
+    assert run_files.saved_or_initial_adapter_path(str(runs / "demo"), 0) is None
 
 
 @pytest.mark.slow
@@ -443,10 +443,10 @@ def test_an_evaluation_warns_where_most_answers_are_cut_off(capsys, limit, is_to
 
 def test_a_terminal_shows_the_record_as_json_only_if_asked_and_a_pipe_always(monkeypatch, capsys):
     record = {"eval/accuracy": 0.5, "eval/num": 8}
-    evaluate.print_record(record, as_json=False)
+    evaluate.print_json_or_hint(record, as_json=False)
     assert json.loads(capsys.readouterr().out) == record
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    evaluate.print_record(record, as_json=False)
+    evaluate.print_json_or_hint(record, as_json=False)
     assert capsys.readouterr().out == "all figures as JSON: add --json\n"
-    evaluate.print_record(record, as_json=True)
+    evaluate.print_json_or_hint(record, as_json=True)
     assert json.loads(capsys.readouterr().out) == record

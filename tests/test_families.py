@@ -313,9 +313,9 @@ def test_a_template_that_writes_the_date_writes_that_on_which_its_run_began(
     dated.chat_template = DATED
     prompt, today = [{"role": "user", "content": "one"}], datetime.date.today()
     assert chat_template.render_chat(dated, prompt, False) == f"{today:%d %B %Y}: one<|im_end|>"
-    assert run_files.read_start_date(tmp_path) == today.isoformat()
+    assert run_files.start_date_or_today(tmp_path) == today.isoformat()
     (tmp_path / "env.json").write_text('{"begun": "2026-01-31"}')
-    run_files.write_settings("model: demo\n", tmp_path)  # as a resumed run does
+    run_files.write_settings_facts_and_code("model: demo\n", tmp_path)  # as a resumed run does
     policy.load_run_config_and_set_template_date(str(tmp_path), {})
     assert chat_template.render_chat(dated, prompt, False) == "31 January 2026: one<|im_end|>"
     (tmp_path / "env.json").write_text('{"begun": 5}')

@@ -112,7 +112,7 @@ def write(tmp_path, tokenizer_like, monkeypatch):
             metadata = metadata_of(config, tokenizer) | other
             changed = {key: value for key, value in metadata.items() if value is not None}
             patch.setattr(gguf_writer, "make_gguf_metadata", lambda *_: changed)
-            summary = gguf_writer.write_gguf(
+            summary = gguf_writer.write_gguf_and_return_summary(
                 out, "mine", weights | (tensors or {}), config, tokenizer, bits or 16
             )
         (path,) = out.glob("*.gguf")
@@ -391,7 +391,13 @@ def test_without_llama_cpp_four_bits_are_q4_0_which_is_read_back(write, monkeypa
 def test_a_family_that_cannot_be_written_is_refused_by_name(tmp_path, tokenizer_like, name):
     config = hub.make_config(CONFIGS[name])
     message = catch_message(
-        gguf_writer.write_gguf, tmp_path / "out", "mine", {}, config, tokenizer_like("qwen2"), 16
+        gguf_writer.write_gguf_and_return_summary,
+        tmp_path / "out",
+        "mine",
+        {},
+        config,
+        tokenizer_like("qwen2"),
+        16,
     )
     assert config.family.members in message and not (tmp_path / "out").exists()
 
@@ -407,7 +413,12 @@ def test_a_tokenizer_that_splits_by_an_unknown_rule_is_refused(tokenizer):
     [
         ("smollm", lambda at: hub.find_model_directory("smollm2")),
         ("gguf", lambda at: gguf.open_gguf_file(at / "model.gguf")),
-        ("gguf", lambda at: gguf_writer.write_gguf(at / "out", "mine", {}, None, None, 16)),
+        (
+            "gguf",
+            lambda at: gguf_writer.write_gguf_and_return_summary(
+                at / "out", "mine", {}, None, None, 16
+            ),
+        ),
     ],
 )
 def test_without_a_package_its_extra_is_named(tmp_path, monkeypatch, extra, needing):

@@ -141,7 +141,7 @@ def test_its_best_adapter_is_of_the_lowest_loss_or_of_the_first_accuracy_that_no
 
 def test_its_settings_are_a_recipe_of_the_same_settings(golden, kind):
     path = golden(kind) / "config.yaml"
-    config, _ = sources.resolve_settings({}, str(path), None, model_choice.choose_model)
+    config, _ = sources.resolve_settings({}, str(path), None, model_choice.choose_model_and_reason)
     assert sources.to_yaml(config) == path.read_text()
 
 

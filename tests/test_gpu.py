@@ -288,13 +288,13 @@ def test_silent_errors_of_mlx_are_found(monkeypatch, kind):
 
 def test_a_model_that_is_loaded_says_in_a_line_what_mlx_computes_wrongly(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: True)
-    monkeypatch.setattr(kernels, "are_kernels_wanted", lambda: False)
+    monkeypatch.setattr(kernels, "is_kernels_variable_on", lambda: False)
     monkeypatch.setattr(
         probe,
         "measure_product_error",
         lambda weight, rows: float(rows > 8 and weight.shape == (768, 128)),
     )
-    gwen.check_mlx_and_kernels(gwen.Model(model_choice.load_known_config("random:2m")))
+    gwen.warn_and_disable_faulty_kernels(gwen.Model(model_choice.load_known_config("random:2m")))
     printed = capsys.readouterr().err
     assert (
         printed.startswith("gwen: the arithmetic of MLX itself is WRONG")

@@ -288,20 +288,20 @@ def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
     assert foreign_names.suggest_name("--lora-alpha", ["--temp", "--seed"]) == ""
     assert (
         foreign_names.suggest_name("--temperature", ["--temp", "--seed"])
-        == "TRL's temperature is here --temp"
+        == "TRL's temperature corresponds to --temp"
     )
 
 
 def test_the_command_that_goes_on_has_the_extras_of_the_run_and_its_place(tmp_path, monkeypatch):
     config = checks.check_settings({"model": "smollm2", "task": "rg:lcm", "report_to": "wandb"})
     assert (
-        sources.command_with_extras(config.to_flags())
+        sources.command_prefix_with_extras(config.to_flags())
         == "uv run --extra smollm --extra tasks --extra wandb train.py"
     )
-    assert sources.command_with_extras({"model": "demo"}, "report.py") == "uv run report.py"
+    assert sources.command_prefix_with_extras({"model": "demo"}, "report.py") == "uv run report.py"
     monkeypatch.chdir(tmp_path)
     assert (
-        sources.command_with_extras({"model": "demo"})
+        sources.command_prefix_with_extras({"model": "demo"})
         == f"uv run --project {ROOT} {ROOT / 'train.py'}"
     )
 
@@ -329,6 +329,6 @@ def test_projections_may_be_named_as_in_a_checkpoint():
     assert checks.check_settings(
         {"lora_targets": ["v_proj", "q_proj", "k_proj"]}
     ).model.lora_targets == ["qkv_proj"]
-    assert "--lora-targets is 5; it must be a list of texts" in catch_message(
+    assert "--lora-targets is 5; it must be a list of strings" in catch_message(
         checks.check_settings, {"lora_targets": 5}
     )

@@ -349,12 +349,12 @@ def test_a_pointer_among_shards_or_in_place_of_their_index_is_named(tmp_path):
     for name in ("model-00002-of-00002.safetensors", "model.safetensors.index.json"):
         content = (folder / name).read_bytes()
         (folder / name).write_text(LFS)
-        assert name in catch_message(hub.load_weights, folder) and "lfs pull" in catch_message(
-            hub.load_weights, folder
-        )
+        assert name in catch_message(
+            hub.load_weights_by_hub_name, folder
+        ) and "lfs pull" in catch_message(hub.load_weights_by_hub_name, folder)
         (folder / name).write_bytes(content)
     (folder / "model-00001-of-00002.safetensors").unlink()
-    message = catch_message(hub.load_weights, folder)
+    message = catch_message(hub.load_weights_by_hub_name, folder)
     assert "model-00001-of-00002.safetensors does not exist" in message
 
 
@@ -372,7 +372,7 @@ def test_weights_in_another_form_are_named_with_the_way_to_use_them(tmp_path, na
     folder = write_checkpoint(tmp_path / "model", QWEN3)
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(b"")
-    message = catch_message(hub.load_weights, folder)
+    message = catch_message(hub.load_weights_by_hub_name, folder)
     assert name in message and fix in message
 
 

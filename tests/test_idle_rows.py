@@ -162,7 +162,7 @@ def test_the_distance_counts_a_measured_row_for_those_it_stands_for(tmp_path):
     drawn, pushed = sample_first_prompts(run, ADVANTAGES), ADVANTAGES.reshape(-1) != 0
     logprobs, mask = stack_logprobs(drawn)
     known = add_column(trained(run, drawn), "old_logprobs", logprobs + 0.1 * pushed[:, None])
-    probe = trust_region.select_probe(known, 0)
+    probe = trust_region.select_kl_probe(known, 0)
     assert rows_of(probe) == rows_of(known)  # so few tokens that all are taken
     lengths, gap = mask.sum(axis=1), np.exp(-0.1) - 1 + 0.1
     present = [batch.sampled_logprobs for batch in probe]
@@ -180,7 +180,7 @@ def test_the_probe_holds_its_tokens_although_rows_are_left_out(tmp_path, monkeyp
         trust_region, "PROBE_TOKENS", num_held // 2 + 1
     )  # half of them would be too few
     assert num_held < sum(len(one.loss_positions) for one in drawn)
-    assert rows_of(trust_region.select_probe(known, 0)) == rows_of(known)
+    assert rows_of(trust_region.select_kl_probe(known, 0)) == rows_of(known)
 
 
 def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path, monkeypatch):

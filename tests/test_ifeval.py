@@ -15,7 +15,7 @@ from sandbox.workers import WorkerPool
 from tasks import ifeval, rg
 
 verified = needs("if_verifiable")
-KINDS, ASKS = ifeval.load_words()["kinds"], ifeval.load_words()["asks"]
+KINDS, ASKS = ifeval.load_instruction_data()["kinds"], ifeval.load_instruction_data()["asks"]
 
 
 @pytest.fixture
@@ -37,7 +37,11 @@ def fits(ask, prompt):
 
 
 def test_the_sides_share_no_topic_no_wording_and_no_argument_that_is_a_word():
-    shared = [held for name, held in ifeval.load_words().items() if name not in ("kinds", "apart")]
+    shared = [
+        held
+        for name, held in ifeval.load_instruction_data().items()
+        if name not in ("kinds", "apart")
+    ]
     for one in [*shared, *KINDS.values()]:
         assert one["train"] and one["held_out"] and not set(one["train"]) & set(one["held_out"])
         assert len(set(one["held_out"])) == len(one["held_out"])
@@ -71,7 +75,7 @@ def test_held_out_prompts_are_others_and_as_many_as_said(problems):
 
 
 def test_kinds_that_stand_apart_never_meet(problems):
-    by_verifier, apart = {}, [set(pair) for pair in ifeval.load_words()["apart"]]
+    by_verifier, apart = {}, [set(pair) for pair in ifeval.load_instruction_data()["apart"]]
     for name, kind in KINDS.items():
         by_verifier.setdefault(kind["verifier"], set()).add(name)
     for example in problems.make_examples(range(4000), 1):
@@ -92,7 +96,9 @@ def test_an_answer_is_on_topic_where_it_names_it(problems):
 
 def test_every_prompt_names_the_topic_that_its_answer_shall_name(problems):
     examples = problems.make_examples(range(2000), 2)
-    assert {example["topic"] for example in examples} == set(ifeval.load_words()["topics"]["train"])
+    assert {example["topic"] for example in examples} == set(
+        ifeval.load_instruction_data()["topics"]["train"]
+    )
     asked, topics = ([example[name] for example in examples] for name in ("prompt", "topic"))
     assert problems.score_topic(completions=asked, topic=topics) == [1.0] * 2000
 

@@ -53,7 +53,7 @@ def test_a_phase_without_done_is_an_error_and_phases_do_not_nest():
 def test_a_log_loses_a_torn_line_and_later_steps_and_an_evaluation_that_it_lost_is_due_again(
     tmp_path,
 ):
-    log = run_files.JsonLines(tmp_path / "eval.jsonl")
+    log = run_files.JsonLinesLog(tmp_path / "eval.jsonl")
     for step in range(0, 6, 2):
         log.write({"step": step})
     with log.path.open("a") as file:

@@ -471,7 +471,7 @@ def test_a_server_into_whose_context_no_prompt_fits_is_told_of(serve):
 def mlx_lm_server(tmp_path_factory):
     """mlx_lm's own server with the demo model as `export.py --fuse` writes it, as a process of its own on loopback."""
     model, tokenizer = gwen.load("demo")
-    chat_template.fix_template_for_other_programs(tokenizer, None, thinking=False)
+    chat_template.fix_template_and_describe_changes(tokenizer, None, thinking=False)
     gwen.save(model, directory := tmp_path_factory.mktemp("fused"), tokenizer)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -8,10 +8,10 @@ from conftest import measure_peak
 from kv_cache import (
     CAUSAL,
     CHUNK,
-    AttentionLayout,
+    AttentionMasks,
     KVCache,
     LayerCache,
-    PartReaders,
+    QueryRowsPerCacheRow,
     SlotCache,
     round_up_to_chunk,
 )
@@ -84,13 +84,16 @@ def test_a_decode_step_writes_in_place():
 
 def test_without_padding_one_token_needs_no_mask_and_more_are_causal():
     cache = filled()
-    assert cache.layout(1) == AttentionLayout([PartReaders()]) and cache.layout(2) == CAUSAL
+    assert (
+        cache.attention_masks(1) == AttentionMasks([QueryRowsPerCacheRow()])
+        and cache.attention_masks(2) == CAUSAL
+    )
     assert cache.next_positions(3).tolist() == [5, 5, 5]
 
 
 def test_with_padding_a_pad_sees_itself_and_positions_begin_after_it():
     cache = KVCache(ATTENTION, pad=mx.array([0, 2, 3], dtype=mx.int32))
-    assert np.array(cache.layout(4).part_readers[0].mask).any(-1).all()
+    assert np.array(cache.attention_masks(4).part_readers[0].mask).any(-1).all()
     assert cache.next_positions(3).tolist() == [0, -2, -3]
 
 

@@ -41,7 +41,7 @@ def is_hidden(path: Path, root: Path) -> bool:
 FILES = files_of(ROOT)
 PACKAGES = (
     "bench deploy disk evaluation forecast judging layers machine problems prompts reporting rewards "
-    "sandbox settings step tasks text tools"
+    "sandbox serving settings step tasks text tools"
 ).split()
 MODULES = [path for path in FILES if path.suffix == ".py" and path.parent == ROOT]
 PARTS = [

@@ -116,7 +116,10 @@ def test_a_null_that_arrow_made_is_an_absent_key_wherever_the_table_comes_from(
     paths, programs = tables_of(rows, tmp_path)
     for path in [
         *paths,
-        *(trainer.flag_values_from_arguments({"data": held})["data"] for held in programs.values()),
+        *(
+            trainer.convert_arguments_and_cache_data({"data": held})["data"]
+            for held in programs.values()
+        ),
     ]:
         assert data.load_data(path, None, read) == wanted, path
 
@@ -163,7 +166,7 @@ def test_rows_of_pandas_are_those_of_their_file_and_a_missing_cell_makes_no_deci
         ([3, None, 0.5], ["3.0", None, "0.5"]),
     ):
         frame["answer"] = values
-        read = data.load_data(trainer.flag_values_from_arguments({"data": frame})["data"])
+        read = data.load_data(trainer.convert_arguments_and_cache_data({"data": frame})["data"])
         assert [row["answer"] for row in read] == wanted
 
 
@@ -269,7 +272,10 @@ def test_a_key_that_the_template_does_not_render_is_refused_by_its_name_and_its_
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([USER | {"images": ["a.png"]}, reply("x")], "message 1 of the conversation has images"),
+        (
+            [USER | {"images": ["a.png"]}, reply("x")],
+            "message 1 of the conversation has the key images",
+        ),
         ([USER, reply("x", weight=0.5)], "weight 0.5"),
         ([USER, reply("x", weight=0)], "weight 0"),
         ([USER, reply("x", thinking="a", reasoning="b")], "thinking and reasoning"),
@@ -589,7 +595,7 @@ def test_a_run_keeps_its_sides_when_its_data_grow(after, tmp_path):
     rows = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(after)]
     path = write_log(tmp_path / "a.jsonl", rows[:100])
     train_before, held_out, _ = load_training_and_held_out(path, None)
-    tasks.record_held_out_keys(tmp_path, held_out)
+    tasks.record_held_out_keys_once(tmp_path, held_out)
     write_log(tmp_path / "a.jsonl", rows)
     train_after, test, notes = load_training_and_held_out(
         path, None, held_out_keys=tasks.read_held_out_keys(tmp_path)

@@ -106,7 +106,7 @@ def odd_texts():
 )
 def test_a_file_computes_and_reads_text_in_llama_cpp_as_here(write, tokenizer_like, name, split):  # noqa: F811
     tokenizer, ids = tokenizer_like(split), [3 + place * 37 % 290 for place in range(150)]
-    chat_template.fix_template_for_other_programs(tokenizer, SYSTEM, False)
+    chat_template.fix_template_and_describe_changes(tokenizer, SYSTEM, False)
     texts, messages = (
         [*odd_texts(), "<think> one"],
         [{"role": "user", "content": "How many legs have 3 spiders?"}],

@@ -174,11 +174,14 @@ def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_mo
         == adapters.find_adapter_directory(str(adapter))
         == adapter
     )
-    assert model_choice.choose_model(None, tmp_path / "run") == (
+    assert model_choice.choose_model_and_reason(None, tmp_path / "run") == (
         str(tiny_model),
         "which the adapter was trained on",
     )
-    assert model_choice.choose_model("demo", tmp_path / "run") == ("demo", "as requested")
+    assert model_choice.choose_model_and_reason("demo", tmp_path / "run") == (
+        "demo",
+        "as requested",
+    )
     merged, same = (
         gwen.load_model(tiny_model, adapter=path) for path in (tmp_path / "run", adapter)
     )
@@ -214,7 +217,7 @@ def test_training_can_begin_with_an_adapter_which_is_then_the_model_before_train
         layer.lora_b = layer.lora_b + 0.1
     trained = model(TOKENS)
     assert not mx.allclose(trained, start)
-    with lora.with_initial_weights(model):
+    with lora.use_initial_weights(model):
         assert mx.array_equal(model(TOKENS), start)
     with lora.disable_adapters(model):
         assert mx.array_equal(model(TOKENS), gwen.load_model(tiny_model)(TOKENS))

@@ -112,7 +112,7 @@ def test_what_the_environment_asks_for_is_wired(mac, monkeypatch):
 
 def make_config(**flags):
     asked = {"model": "random:0.6b", "task": "gsm8k", "batch": 8, "groups": 8} | flags
-    return sources.resolve_settings(asked, None, None, model_choice.choose_model)[0]
+    return sources.resolve_settings(asked, None, None, model_choice.choose_model_and_reason)[0]
 
 
 def demand_of(prompt_tokens=128, rubric=None, model=BIG, **flags):
@@ -271,7 +271,7 @@ def test_a_rollout_survives_errors_in_flight_and_samples_the_same(monkeypatch, c
         return
     found = sampler.rollout(model, [[1, 2], [3]], params, group_size=4, key=0)
     assert mx.array_equal(found.completion_ids, expected.completion_ids)
-    assert capsys.readouterr().err.count("out of memory, going on with 4 rows") == 1
+    assert capsys.readouterr().err.count("out of memory; continuing with 4 rows") == 1
 
 
 @pytest.fixture
@@ -370,16 +370,16 @@ def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model
 
 
 def test_a_log_probability_that_is_no_number_names_its_prompt(monkeypatch):
-    write = sampler.DecodeState.write
+    write = sampler.DecodeState.append_unless_ended
 
     def spoiled(record, *args):
         write(record, *args)
         record.columns[1][-1, 2] = np.nan
 
-    monkeypatch.setattr(sampler.DecodeState, "write", spoiled)
+    monkeypatch.setattr(sampler.DecodeState, "append_unless_ended", spoiled)
     model, prompts = gwen.make_random_model("random:2m"), [[1, 2], [3, 4, 5]]
     with pytest.raises(
-        sampler.NotFinite, match=r"token 3 of completion 4 .* GWEN_DTYPE=bfloat16"
+        sampler.NonFiniteLogprob, match=r"token 3 of completion 4 .* GWEN_DTYPE=bfloat16"
     ) as error:
         sampler.rollout(model, prompts, sampler.SamplingParams(4), group_size=2, key=0)
     assert error.value.row == 3
@@ -412,7 +412,7 @@ def test_the_readme_shows_the_memory_that_a_mac_of_16_gb_prints(mac):
         settings_from_flags(parse_flags(shlex.split(first_command))),
         None,
         None,
-        model_choice.choose_model,
+        model_choice.choose_model_and_reason,
     )
     demand = memory_estimate.RunDemand(
         BIG,

@@ -298,7 +298,7 @@ def mean_of_micro_batch(tokens, objective):
 def test_a_statistic_over_a_micro_batch_s_rows_is_refused_with_the_place_for_it(tmp_path, name):
     (tmp_path / "own.py").write_text(STATISTICS)
     config = Config.from_flags(loss_type=f"{tmp_path}/own.py:{name}")
-    with pytest.raises(ValueError, match="let no row depend on the other rows") as refusal:
+    with pytest.raises(ValueError, match="micro-batch") as refusal:
         objectives.load_and_try_custom_objective(config)
     assert "--advantage FILE.py:function" in str(refusal.value)
     assert "num_items" not in str(refusal.value)  # the cure of another mistake

@@ -26,14 +26,14 @@ BUSY = r"error: {} is being used for training by (process \d+|another process); 
 
 
 def test_a_second_process_is_told_of_the_first_until_that_lets_go(tmp_path):
-    with run_files.unlock_run_dirs_on_exit():
+    with run_files.unlock_run_dirs_after_block():
         run_files.lock_run_dir(tmp_path)
         with pytest.raises(
             ValueError,
             match=f"^{tmp_path} is being used for training by process {os.getpid()}; wait until",
         ):
             run_files.lock_run_dir(tmp_path)
-    with run_files.unlock_run_dirs_on_exit():
+    with run_files.unlock_run_dirs_after_block():
         run_files.lock_run_dir(tmp_path)
     assert read_tree(tmp_path) == {str(tmp_path / "lock"): b""}
 
@@ -55,7 +55,7 @@ def test_a_process_that_is_killed_leaves_no_lock_though_its_child_lives_on(tmp_p
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
     try:
         assert process.stdout.readline() == "held\n"
-        with run_files.unlock_run_dirs_on_exit():
+        with run_files.unlock_run_dirs_after_block():
             with pytest.raises(
                 ValueError, match=f"is being used for training by process {process.pid};"
             ):
@@ -91,7 +91,7 @@ def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):
 def test_a_run_that_is_being_trained_is_not_touched_by_a_resume(tmp_path, check_refusal):
     run = tmp_path / "run"
     train.main([*RUN, "--steps", "1", "--run-dir", str(run)])
-    with run_files.unlock_run_dirs_on_exit():
+    with run_files.unlock_run_dirs_after_block():
         run_files.lock_run_dir(run)
         before = read_tree(run)
         check_refusal(train.main, ["--resume", run, "--steps", "2"], BUSY.format(run))
@@ -109,7 +109,7 @@ def begun_again(run):
 
 @pytest.mark.parametrize("what", [removed, begun_again])
 @pytest.mark.parametrize(
-    "place", [(train, "collect_samples"), (checkpoint, "copy_adapter_into_run_dir")]
+    "place", [(train, "collect_samples"), (checkpoint, "copy_adapter_and_update_best")]
 )
 def test_a_run_whose_directory_was_removed_or_begun_again_ends_in_a_line_and_writes_nothing(
     tmp_path, monkeypatch, check_refusal, what, place

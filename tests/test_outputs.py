@@ -199,15 +199,17 @@ def saved_state(run):
     adapter = checkpoint.checkpoint_path(run, 1) / "adapter"
     adapter.mkdir(parents=True)
     os.symlink(flags.__file__, adapter / "adapter_config.json")  # the limit is for writes
-    return checkpoint.State(1, {}, {}, {"best_step": None})
+    return checkpoint.TrainingState(1, {}, {}, {"best_step": None})
 
 
 WRITERS = {
     "rows.jsonl": lambda path: data.write_rows_to_cache_file([{"prompt": "x" * 1000}]),
-    "metrics.jsonl": lambda path: run_files.JsonLines(path).write({"step": 1, "text": "x" * 1000}),
-    "page.html": lambda path: run_files.replace_text(path, "x" * 1000),
+    "metrics.jsonl": lambda path: run_files.JsonLinesLog(path).write(
+        {"step": 1, "text": "x" * 1000}
+    ),
+    "page.html": lambda path: run_files.write_text_atomically(path, "x" * 1000),
     "state.json": lambda path: checkpoint.write_synced_json(path, {"text": "x" * 1000}),
-    "adapter_config.json": lambda path: checkpoint.copy_adapter_into_run_dir(
+    "adapter_config.json": lambda path: checkpoint.copy_adapter_and_update_best(
         path.parent, saved_state(path.parent)
     ),
 }

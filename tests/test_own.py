@@ -155,7 +155,7 @@ def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
     ):
         (tmp_path / "mine.yaml").write_text(recipe)
         assert settings(*words, recipe=tmp_path / "mine.yaml")[0].data.path == f"{sums},{test_file}"
-    rows = trainer.flag_values_from_arguments({"data": SUMS, "eval_data": SUMS[:3]})
+    rows = trainer.convert_arguments_and_cache_data({"data": SUMS, "eval_data": SUMS[:3]})
     assert len(tasks.make_task(checks.check_settings({"task": "own"} | rows)).held_out) == 3
 
 
@@ -230,7 +230,7 @@ def test_the_verifier_that_is_taken_is_told_with_an_example_and_another_may_be_n
         "def bug(completions, **_): return [float('bug' in one) for one in completions]"
     )
     task = task_of(*data, "--verifier", f"{tmp_path}/mine.py:bug", "--reward", "length:9")
-    assert rewards.call_reward("x", task.verifier, ["?"], ["a bug"], {}) == [1] and list(
+    assert rewards.call_reward_on_rank0("x", task.verifier, ["?"], ["a bug"], {}) == [1] and list(
         task.rewards
     ) == ["length"]
     mixed = [{"prompt": f"{n}?", "answer": "lots" if n == 3 else str(n)} for n in range(4)]
@@ -238,10 +238,7 @@ def test_the_verifier_that_is_taken_is_told_with_an_example_and_another_may_be_n
     task = task_of(*data, "--reward", "length:9")  # which may pay for other words that are right
     assert (task.metric, task.reward_weights) == ("score", {"exact": 0, "length": 1})
     assert task.rewards["exact"](prompts=[], completions=["Lots."], answer=["lots"]) == [1]
-    assert (
-        "only a metric, because you have a reward of your own; to make it the accuracy"
-        in task.notes[1]
-    )
+    assert "only a metric" in task.notes[1] and "--verifier exact" in task.notes[1]
     assert task_of(*data, "--reward", "length:9", "--verifier", "auto").metric == "accuracy"
 
 
@@ -356,17 +353,15 @@ def test_a_reward_meets_the_answers_of_all_rows_and_the_row_it_fails_on_is_named
         "    return [float(int(right) > 3) for right in answer]"
     )
     name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
-    assert audit.try_own_answers(name, reward, rows) == 200 and reward.fn.__globals__["calls"] == [
-        64,
-        64,
-        64,
-        8,
-    ]
+    assert audit.try_own_answers_until_timeout(name, reward, rows) == 200
+    assert reward.fn.__globals__["calls"] == [64, 64, 64, 8]
     rows[150]["answer"] = "n/a"
-    message = catch_message(audit.try_own_answers, name, reward, rows)
+    message = catch_message(audit.try_own_answers_until_timeout, name, reward, rows)
     assert f"at {tmp_path}/mine.py:4; the row has the prompt '150?' and the answer 'n/a'" in message
     assert (
-        audit.try_own_answers(name, built_in.make_built_in_reward("length:9"), [{"prompt": "a"}])
+        audit.try_own_answers_until_timeout(
+            name, built_in.make_built_in_reward("length:9"), [{"prompt": "a"}]
+        )
         == 1
     )
 
@@ -560,7 +555,9 @@ def test_a_file_s_place_is_the_same_from_the_working_directory_where_the_run_alo
     moved, tmp_path
 ):
     run = (moved / "runs" / "x").rename(tmp_path / "alone")
-    assert places.find_moved_paths(run)[json_key(run, "mine.jsonl")] == str(moved / "mine.jsonl")
+    assert places.find_and_print_moved_paths(run)[json_key(run, "mine.jsonl")] == str(
+        moved / "mine.jsonl"
+    )
 
 
 def json_key(run, name):

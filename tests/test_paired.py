@@ -48,7 +48,9 @@ def test_comparing_runs_lists_files_that_differ_greedy_figures_and_differences_b
         {problem: float(problem < 2) for problem in range(NUM)},
         {problem: float(problem < 14) for problem in range(NUM)},
     )
-    line = f"other - one, by problem: accuracy {change.interval_text} on 16 problems, better; "
+    line = (
+        f"other - one, by problem: accuracy {change.mean_plus_minus_text} on 16 problems, better; "
+    )
     assert f"{line}greedy +0.000" in printed
     markup = page.write_page(one, None, [other]).read_text()
     assert line.split(":")[0] in markup and "accuracy +0.750" in markup
@@ -64,7 +66,7 @@ def test_runs_whose_reward_code_differs_are_not_compared_by_their_score(tmp_path
         folders.append(folder)
     groups = seeds.load_seed_groups(folders)
     (line,) = paired.describe_paired_differences(groups)
-    assert line.endswith("not compared, because the runs measure differently (mine.py)")
+    assert line.endswith("different things (mine.py)")
 
 
 def test_two_seeds_are_compared_by_problem_and_seed(tmp_path):
@@ -76,7 +78,7 @@ def test_two_seeds_are_compared_by_problem_and_seed(tmp_path):
     (line,) = paired.describe_paired_differences(groups)
     assert line.startswith("high - low, by problem: accuracy +0.750 \u00b1 ")
     assert "on 16 problems, better" in line
-    assert line.endswith("means of 2 seeds, so the intervals hold for these seeds")
+    assert line.endswith("means of 2 seeds, so the intervals hold only for these seeds")
 
 
 def test_seeds_whose_reward_file_was_edited_between_them_are_not_one_group(tmp_path):
@@ -87,5 +89,6 @@ def test_seeds_whose_reward_file_was_edited_between_them_are_not_one_group(tmp_p
 @pytest.mark.parametrize("value", ["/a/" + "b" * 80 + "/one.py", "/a/" + "b" * 80 + "/other.py"])
 def test_of_a_long_path_the_end_is_shown_where_it_differs(value):
     assert (
-        report.cut_beginning(value).endswith(value[-20:]) and len(report.cut_beginning(value)) == 61
+        report.keep_end_of_long_value(value).endswith(value[-20:])
+        and len(report.keep_end_of_long_value(value)) == 61
     )

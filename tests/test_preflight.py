@@ -325,7 +325,7 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
         pace
         == "2.0 to 3.1 s per step, 3 min to 5 min for 90 steps without evaluations, 1.50 GB of memory"
     )
-    assert "mean reward, 0.5" in shown[-2] and "within a group is 0.3; " in shown[-1]
+    assert "mean reward is 0.5" in shown[-2] and "within a group is 0.3; " in shown[-1]
     assert "in 12 groups before training, with an error of up to 28%; " in shown[-4] or figures
     completion = trial.shorten_value(record["completion"])
     assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> {completion}"
@@ -415,10 +415,10 @@ def test_right_is_what_the_verifier_of_the_run_finds_so_where_a_problem_has_an_a
         one | {"completion": "6", "answer": one["answer"] and str(one["answer"])}
         for one in examples
     ]
-    assert trial.verify_answers(task._replace(train=examples), answers) == [0, 1]
+    assert trial.verify_answers_to_train_problems(task._replace(train=examples), answers) == [0, 1]
     assert (
-        trial.verify_answers(task, answers)
-        == trial.verify_answers(tasks.Task("own", {}, {}), answers)
+        trial.verify_answers_to_train_problems(task, answers)
+        == trial.verify_answers_to_train_problems(tasks.Task("own", {}, {}), answers)
         == []
     )
 
@@ -448,7 +448,7 @@ def test_first_steps_without_signal_end_a_run_that_would_be_long(
     (tmp_path / "rollouts.jsonl").write_text(
         '{"step": 1, "reward": 0.0, "prompt": "What?", "completion": "That.", "finish_reason": "stop"}\n'
     )
-    found = trial.advise_if_no_signal(make_config(**flags), steps, 20.0, tmp_path)
+    found = trial.advise_if_long_run_has_no_signal(make_config(**flags), steps, 20.0, tmp_path)
     assert found.startswith(said) and bool(found) == bool(said)
 
 

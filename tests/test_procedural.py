@@ -10,12 +10,12 @@ from conftest import catch_message
 from extras import needs
 from hostile import ANSWERS, PLANTED
 
-from prompts.examples import hash_prompt
+from prompts.examples import hash_prompt_without_system
 from sandbox import workers
 from sandbox.workers import WorkerAnswer, WorkerPool
 from tasks import rg
-from tasks.demo import numbers_in
-from tasks.rg import GymProblems, Mix, extract_answer, parse_mix
+from tasks.demo import numbers_in_words_or_digits
+from tasks.rg import DataSetMix, GymProblems, extract_answer, parse_mix
 
 gym = needs("reasoning_gym")
 NO_GOLD = {"boxnet", "rush_hour"}  # reasoning-gym gives no right answer to these
@@ -41,7 +41,7 @@ SLOW = {
 
 
 def mix(*names, num=8, **settings):
-    return Mix(dict.fromkeys(names, 1.0), {name: {} for name in names} | settings, num, "")
+    return DataSetMix(dict.fromkeys(names, 1.0), {name: {} for name in names} | settings, num, "")
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,12 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
     }
     assert abs(counts["chain_sum"] - 300) <= 3
     numbers = {
-        kind: {n for e in examples if e["category"] == kind for n in numbers_in(e["prompt"])}
+        kind: {
+            n
+            for e in examples
+            if e["category"] == kind
+            for n in numbers_in_words_or_digits(e["prompt"])
+        }
         for kind in counts
     }
     assert numbers["lcm"] <= {7, 8, 9} and max(numbers["chain_sum"]) >= 1000
@@ -252,10 +257,10 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
     prompts = EndlessPrompts(
         make_config("--batch", "4"), problems, lambda examples: [[1]] * len(examples)
     )
-    held_out, seen = {hash_prompt(example) for example in problems.held_out}, []
+    held_out, seen = {hash_prompt_without_system(example) for example in problems.held_out}, []
     for number in range(60):
         examples, ids = prompts.next_prompts(number)
-        keys = [hash_prompt(example) for example in examples]
+        keys = [hash_prompt_without_system(example) for example in examples]
         assert len(set(keys)) == len(ids) == 4 and not held_out & set(keys)
         if repeats := "problems now repeat" in capsys.readouterr().err:
             break

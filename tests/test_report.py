@@ -60,7 +60,7 @@ HOSTILE = (
 @pytest.mark.parametrize("low", [0.0, 1.0, -3e-9, 2.7, 1e9])
 @pytest.mark.parametrize("more", [0.0, 1e-7, 0.3, 1e3])
 def test_ticks_are_some_and_enclose_values_that_differ_by_rounding_too(low, more):
-    ticks = charts.round_axis_ticks(low, low + more)
+    ticks = charts.choose_round_axis_ticks(low, low + more)
     assert 2 <= len(ticks) <= 6 and ticks[0] < ticks[-1]
     slack = 1e-6 * (abs(low) + more)
     assert ticks[0] <= low + slack and low + more <= ticks[-1] + slack
@@ -220,7 +220,7 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
 def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
     answers = page.held_out_answers_for_page(history.load_history(run))
     assert (
-        verdict.judge_change(history.load_history(run)).signs[0]
+        verdict.reach_verdict(history.load_history(run)).signs[0]
         == f"{answer_changes.CHEATED}: 0 -> 1 answers"
     )
     assert answers["counts"] == {"became right": 3, answer_changes.CHEATED: 1}
@@ -309,7 +309,9 @@ def both(tmp_path):
 
 def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
     """By hand: the differences are 0.125, 0.05, 0.15; t at 97.5% with 2 degrees of freedom is 4.303."""
-    low_line, high_line, paired = seeds.describe_seed_groups(seeds.load_seed_groups(both))
+    low_line, high_line, paired = seeds.describe_spreads_and_differences(
+        seeds.load_seed_groups(both)
+    )
     low = np.array(ACCURACIES["low"])
     high = np.array(ACCURACIES["high"])
     pairs = np.array([0.125, 0.05, 0.15])
@@ -325,7 +327,7 @@ def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
         fewer = [eval_record(0, 0.25), eval_record(4, 0.5) | {"eval/num": 7}]
         write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", fewer)
     num = eval_record(4, 0.5)["eval/num"]
-    assert seeds.describe_seed_groups(seeds.load_seed_groups(both))[-1].endswith(
+    assert seeds.describe_spreads_and_differences(seeds.load_seed_groups(both))[-1].endswith(
         f" 7 and {num} held-out problems, respectively"
     )
 
@@ -342,21 +344,21 @@ def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, bot
     ] == [1, 1]
     assert (
         "fewer than two seeds have an evaluation"
-        in seeds.describe_seed_groups(seeds.load_seed_groups([both[0], run]))[-1]
+        in seeds.describe_spreads_and_differences(seeds.load_seed_groups([both[0], run]))[-1]
     )
     for seed in range(3):  # another figure, which no difference is made of
         score = [{"step": 4, "eval/score": 3.0, "eval/num": 4}] * (
             seed > 0
         )  # the first has none yet
         write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", score)
-    high, _, paired = seeds.describe_seed_groups(seeds.load_seed_groups(both[::-1]))
+    high, _, paired = seeds.describe_spreads_and_differences(seeds.load_seed_groups(both[::-1]))
     assert (
         high.startswith("high: score 3.000, std 0.000 over 2 seeds")
         and "have an evaluation of the score" in paired
     )
     assert (
         "have an evaluation of the accuracy"
-        in seeds.describe_seed_groups(seeds.load_seed_groups(both))[-1]
+        in seeds.describe_spreads_and_differences(seeds.load_seed_groups(both))[-1]
     )
 
 
@@ -373,7 +375,7 @@ def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
     report.main([both[0]])
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        *seeds.describe_seed_groups(seeds.load_seed_groups(both[:1])),
+        *seeds.describe_spreads_and_differences(seeds.load_seed_groups(both[:1])),
         f"{both[0]}/report.html",
     ]
     markup = (Path(both[0]) / "report.html").read_text()
@@ -393,10 +395,10 @@ def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
 
 def test_what_a_browser_would_obey_is_shown_as_its_code_and_a_line_of_100_kb_is_folded():
     for text in ("plain text", "two\nlines\tand a tab", "\u5b57 \xa0 \U0001f468\u200d\U0001f469"):
-        assert history.escape_and_cut_middle(text) == text
+        assert history.escape_invisible_and_cut_middle(text) == text
     codes = "\u27e8U+0000\u27e9\u27e8U+000D\u27e9\u27e8U+2028\u27e9\u27e8U+202E\u27e9ab\u27e8U+D800\u27e9"
-    assert history.escape_and_cut_middle("\x00\r\u2028\u202eab\ud800") == codes
-    folded = history.escape_and_cut_middle("a" * 50_000 + "b" * 50_000)
+    assert history.escape_invisible_and_cut_middle("\x00\r\u2028\u202eab\ud800") == codes
+    folded = history.escape_invisible_and_cut_middle("a" * 50_000 + "b" * 50_000)
     assert len(folded) < 1.01 * history.MOST_TEXT
     assert (
         folded.startswith("a")
@@ -470,7 +472,7 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run, capsys):
     stopped = "<b>stopped</b> step 4 of 6"
     running = "<b>running</b> step 4 of 6, about 5 s left"
     assert stopped in page.write_page(run).read_text()
-    with run_files.unlock_run_dirs_on_exit():
+    with run_files.unlock_run_dirs_after_block():
         run_files.lock_run_dir(run)
         assert running in page.write_page(run).read_text()
         assert (
@@ -650,7 +652,7 @@ def test_a_page_loads_itself_again_while_the_run_goes_and_only_then(run, browse)
     """Once it has been loaded twice, somebody opens a part of it, and is left in peace."""
     program = "window.name = document.title = +window.name + 1;"
     program += 'if (window.name === "2") document.querySelector("details").open = true;'
-    with run_files.unlock_run_dirs_on_exit():
+    with run_files.unlock_run_dirs_after_block():
         run_files.lock_run_dir(run)
         running = page.write_page(run).read_text().replace("RELOAD = 15;", "RELOAD = 0.1;")
     assert title_of(browse(running, program)[0]) == "2"

@@ -37,7 +37,7 @@ def test_a_reward_is_loaded_by_path_with_its_neighbours_and_leaves_no_trace_on_t
     before = list(sys.path)
     name, fn = rewards.load_reward(f"{file}:brevity")
     assert name == "brevity" and sys.path == before
-    assert rewards.call_reward(name, fn, ["p"], ["abc"], {}) == [-6.0]
+    assert rewards.call_reward_on_rank0(name, fn, ["p"], ["abc"], {}) == [-6.0]
 
 
 BAD_REWARD_FILES = [  # what its message must hold; more are in mistakes.yaml
@@ -83,8 +83,8 @@ def test_a_reward_gets_the_columns_that_it_names_or_all_with_kwargs():
         return [0] * 2
 
     columns = {"answer": ["x", "y"], "level": [1, 2]}
-    rewards.call_reward("named", named, ["p", "q"], ["a", "b"], columns)
-    rewards.call_reward("every", every, ["p", "q"], ["a", "b"], columns)
+    rewards.call_reward_on_rank0("named", named, ["p", "q"], ["a", "b"], columns)
+    rewards.call_reward_on_rank0("every", every, ["p", "q"], ["a", "b"], columns)
     assert seen == {
         "named": (["a", "b"], ["x", "y"], 7),
         "every": ["answer", "completions", "level", "prompts"],
@@ -93,10 +93,12 @@ def test_a_reward_gets_the_columns_that_it_names_or_all_with_kwargs():
 
 def test_a_reward_cannot_change_the_trainers_lists_or_directory():
     completions, here = ["a", "b"], os.getcwd()
-    rewards.call_reward(
+    rewards.call_reward_on_rank0(
         "greedy", lambda completions: [completions.clear() or 1.0] * 2, ["p", "q"], completions, {}
     )
-    rewards.call_reward("gone", lambda completions: [os.chdir("/") or 1.0], ["p"], ["a"], {})
+    rewards.call_reward_on_rank0(
+        "gone", lambda completions: [os.chdir("/") or 1.0], ["p"], ["a"], {}
+    )
     assert (completions, os.getcwd()) == (["a", "b"], here)
 
 
@@ -106,9 +108,13 @@ def test_a_reward_cannot_change_the_trainers_lists_or_directory():
     ids=["list", "tuple", "array", "bool"],
 )
 def test_rewards_of_any_real_type_become_floats(value):
-    given = rewards.call_reward("fn", lambda completions: value, ["p", "q"], ["a", "b"], {})
+    given = rewards.call_reward_on_rank0(
+        "fn", lambda completions: value, ["p", "q"], ["a", "b"], {}
+    )
     assert given == [1.0, 0.5] and all(type(reward) is float for reward in given)
-    assert rewards.call_reward("fn", lambda completions: [np.array(2.5)], ["p"], ["a"], {}) == [2.5]
+    assert rewards.call_reward_on_rank0(
+        "fn", lambda completions: [np.array(2.5)], ["p"], ["a"], {}
+    ) == [2.5]
 
 
 BAD_REWARDS = [  # more are in mistakes.yaml
@@ -124,14 +130,14 @@ BAD_REWARDS = [  # more are in mistakes.yaml
 @pytest.mark.parametrize(("value", "expected"), BAD_REWARDS, ids=lambda value: repr(value)[:20])
 def test_a_bad_result_names_the_reward_the_row_and_the_value(value, expected):
     text = catch_message(
-        rewards.call_reward, "mine", lambda completions: value, ["p", "q"], ["a", "b"], {}
+        rewards.call_reward_on_rank0, "mine", lambda completions: value, ["p", "q"], ["a", "b"], {}
     )
     assert "reward mine" in text and expected in text
 
 
 def test_an_argument_that_cannot_be_given_by_its_name_is_named():
     said = catch_message(
-        rewards.call_reward, "by_place", lambda completions, /: [0.0], ["p"], ["a"], {}
+        rewards.call_reward_on_rank0, "by_place", lambda completions, /: [0.0], ["p"], ["a"], {}
     )
     assert "needs the argument 'completions'" in said
 
@@ -161,10 +167,10 @@ def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file):
     rewards.set_step_of_user_rewards(
         {name: fn, "length": built_in.make_built_in_reward("length:3")}, 5, 10
     )
-    first, second, third = rewards.call_reward(name, fn, prompts, ["a", "b", "c"], ROWS)
+    first, second, third = rewards.call_reward_on_rank0(name, fn, prompts, ["a", "b", "c"], ROWS)
     assert (first, second) == (11, 13) and math.isnan(third)
     name, fn = rewards.load_reward(f"{file}:awaited")
-    assert rewards.call_reward(name, fn, prompts, ["a", "bb", ""], ROWS) == [1, 2, 0]
+    assert rewards.call_reward_on_rank0(name, fn, prompts, ["a", "bb", ""], ROWS) == [1, 2, 0]
 
 
 def test_only_what_reads_a_message_s_keys_is_tried_on_messages(reward_file):
@@ -178,22 +184,22 @@ def test_only_what_reads_a_message_s_keys_is_tried_on_messages(reward_file):
         "    return ['x' in one.lower() for one in completions]\n"
     )
     name, fn = rewards.load_reward(f"{file}:theirs")
-    assert rewards.call_reward(name, fn, ["p"] * 2, ["", "abc"], {}) == [0, 3]
+    assert rewards.call_reward_on_rank0(name, fn, ["p"] * 2, ["", "abc"], {}) == [0, 3]
     asked = [{"role": "user", "content": "q"}]
     for prompt, values in (("p", [9, 9]), (asked, [0, 3])):
         _, fn = rewards.load_reward(f"{file}:hidden")
         given = [
-            rewards.call_reward("hidden", fn, [prompt] * 2, texts, {})
+            rewards.call_reward_on_rank0("hidden", fn, [prompt] * 2, texts, {})
             for texts in (["ab", "cd"], ["", "abc"])
         ]
         assert given == [[9, 9], values]
     _, fn = rewards.load_reward(f"{file}:plain")
-    assert rewards.call_reward("plain", fn, [asked] * 2, ["ab", "cd"], {}) == [0, 0]
+    assert rewards.call_reward_on_rank0("plain", fn, [asked] * 2, ["ab", "cd"], {}) == [0, 0]
     assert fn.logged.metrics == {"n": [2]}  # not what the try on messages logged
     for name, error in (("initial", "IndexError"), ("share", "ZeroDivisionError")):
         _, fn = rewards.load_reward(f"{file}:{name}")
         assert f"reward {name} raised {error}" in catch_message(
-            rewards.call_reward, name, fn, ["p"] * 2, ["", "abc"], {}
+            rewards.call_reward_on_rank0, name, fn, ["p"] * 2, ["", "abc"], {}
         )
 
 
@@ -207,7 +213,7 @@ def test_two_rewards_of_trl_run_unchanged(reward_file):
     ]
     for name, right in (("accuracy_reward", [1, 0, None]), ("think_format_reward", [1, 0, 0])):
         _, fn = rewards.load_reward(f"{file}:{name}")
-        given = rewards.call_reward(
+        given = rewards.call_reward_on_rank0(
             name, fn, "ppp", completions, {"solution": ["$0.5$", "$0.5$", "no formula"]}
         )
         assert [None if math.isnan(value) else value for value in given] == right
@@ -241,7 +247,9 @@ MARKS = ["\\boxed{42}", "#### 42", "#### Plan\n\\boxed{42}", "Answer: 42"]
 def test_rewards_by_name_are_their_formulas(spec, texts, num_tokens, values):
     name, fn = rewards.load_reward(spec)
     assert (
-        rewards.call_reward(name, fn, ["p"] * len(texts), texts, {"num_tokens": num_tokens})
+        rewards.call_reward_on_rank0(
+            name, fn, ["p"] * len(texts), texts, {"num_tokens": num_tokens}
+        )
         == values
     )
 

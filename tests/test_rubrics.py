@@ -26,7 +26,8 @@ def test_the_reward_is_the_weighted_sum_of_scores_and_of_a_reversed_one_five_is_
         [nan] * 3,
     ]  # weights 1, 0.25 and 0.25
     np.testing.assert_allclose(
-        rubrics.rubric_reward(np.array(rows), RUBRIC), [0.75, 0, -0.625, 1.5, 0, nan]
+        rubrics.weighted_sum_of_centered_scores(np.array(rows), RUBRIC),
+        [0.75, 0, -0.625, 1.5, 0, nan],
     )
     both = [
         rubrics.Criterion("good", 1, "Good?"),
@@ -34,7 +35,9 @@ def test_the_reward_is_the_weighted_sum_of_scores_and_of_a_reversed_one_five_is_
     ]
     rubric = rubrics.Rubric("Grade.", both)
     scores = np.array([[5, 1], [5, 5], [1, 5], [3, 3], [nan, 5]])
-    np.testing.assert_allclose(rubrics.rubric_reward(scores, rubric), [1.5, 0.5, -1.5, 0, -1.5])
+    np.testing.assert_allclose(
+        rubrics.weighted_sum_of_centered_scores(scores, rubric), [1.5, 0.5, -1.5, 0, -1.5]
+    )
 
 
 # ---- prompts

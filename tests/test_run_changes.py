@@ -35,7 +35,7 @@ def test_a_model_that_stands_still_is_not_called_better_because_its_reward_was_c
 ):
     run = history.load_history(changed_home / "run")
     assert [record["step"] for record in run.evals] == [0, 2, 2, 4]  # step 2 by both rewards
-    judgement = verdict.judge_change(run)
+    judgement = verdict.reach_verdict(run)
     assert judgement.outcome in (verdict.SAME, verdict.FEW)
     assert "from step 2 to 4" in judgement.text
     assert "earlier evaluations are not compared, because" in judgement.text
@@ -43,7 +43,7 @@ def test_a_model_that_stands_still_is_not_called_better_because_its_reward_was_c
 
     adapted = shutil.copytree(changed_home / "run", tmp_path / "run")
     (adapted / "changes.jsonl").unlink()  # as a run of an older version
-    assert "gain +100.000" in verdict.judge_change(history.load_history(adapted)).text
+    assert "gain +100.000" in verdict.reach_verdict(history.load_history(adapted)).text
 
 
 def test_page_list_compare_settings_and_warnings_know_what_a_resume_changed(changed_home, capsys):
@@ -64,19 +64,21 @@ def test_page_list_compare_settings_and_warnings_know_what_a_resume_changed(chan
 def test_a_change_of_the_steps_alone_is_recorded_and_compares_all_evaluations(tmp_path):
     write_log(tmp_path / "eval.jsonl", [{"step": 0}, {"step": 2}])
     for steps in (4, 4, 6):
-        run_changes.record_changes(tmp_path, 2, ({"steps": 2}, {}), ({"steps": steps}, {}), ())
+        run_changes.record_and_read_all_changes(
+            tmp_path, 2, ({"steps": 2}, {}), ({"steps": steps}, {}), ()
+        )
     changes = run_changes.read_changes(tmp_path)
     assert [change["is"] for change in changes] == [4, 6]  # the second resume repeats the first
-    assert not run_changes.changes_of_measure(changes)
+    assert not run_changes.changes_that_affect_evaluations(changes)
 
 
 def test_a_reward_that_is_changed_back_begins_a_third_comparison(tmp_path):
     write_log(tmp_path / "eval.jsonl", [{"step": 0}, {"step": 2}])
     saved = {}, {"mine.py": "old", "held-out problems": "x", "rows.jsonl": "y"}
-    run_changes.record_changes(tmp_path, 2, saved, ({}, {"mine.py": "new"}), ())
+    run_changes.record_and_read_all_changes(tmp_path, 2, saved, ({}, {"mine.py": "new"}), ())
     write_log(tmp_path / "eval.jsonl", [{"step": 0}, {"step": 2}, {"step": 2}])
-    changes = run_changes.record_changes(tmp_path, 2, saved, saved, ())
+    changes = run_changes.record_and_read_all_changes(tmp_path, 2, saved, saved, ())
     assert run_changes.num_incomparable_evaluations_and_answers(changes) == (3, 0)
     more_rows = {}, {"rows.jsonl": "z"}  # the held-out problems are the same
-    changes = run_changes.record_changes(tmp_path, 2, saved, more_rows, {"rows.jsonl"})
-    assert len(run_changes.changes_of_measure(changes)) == 2 and len(changes) == 3
+    changes = run_changes.record_and_read_all_changes(tmp_path, 2, saved, more_rows, {"rows.jsonl"})
+    assert len(run_changes.changes_that_affect_evaluations(changes)) == 2 and len(changes) == 3

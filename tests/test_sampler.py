@@ -89,7 +89,9 @@ def test_logprobs_and_entropies_are_recorded_of_the_distributions_that_were_samp
     ):
         logits = hidden @ model.head_weight.T
         if temperature:
-            logits = softmax.truncate_logits(logits / temperature, softmax.Support(**support))
+            logits = softmax.truncate_logits(
+                logits / temperature, softmax.TruncationSettings(**support)
+            )
         wide = np.array(logits, np.float64)
         wide -= np.log(
             np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True)
@@ -240,11 +242,11 @@ def test_rows_lost_when_memory_ran_out_are_drawn_again_as_they_were(
 
     monkeypatch.setattr(sampler, "decode", note_run)
     if place == "write":
-        fail_once(monkeypatch, sampler.DecodeState, "write", call, MemoryError)
+        fail_once(monkeypatch, sampler.DecodeState, "append_unless_ended", call, MemoryError)
     else:
         fail_once(monkeypatch, sampler, place, call)
     rollout = roll(model, **settings, batch_size=20)
-    assert "out of memory, going on with 10 rows at once" in capsys.readouterr().err
+    assert "out of memory; continuing with 10 rows at once" in capsys.readouterr().err
     assert runs[-1][0] == min(10, len(runs[-1][1]))
     for _, rows, finished_before in runs:
         assert not rows & finished_before  # what was finished is not drawn again
@@ -286,7 +288,7 @@ def test_non_finite_logits_suggest_bfloat16(model, tiny_model):
 
 
 def test_a_prompt_without_tokens_is_refused(model):
-    assert "no tokens" in catch_message(roll, model, prompts=[[1], []])
+    assert "token per prompt" in catch_message(roll, model, prompts=[[1], []])
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 31, 32, 33, 1023, 1024, 1025, 40_000])
@@ -303,10 +305,14 @@ def test_the_draw_is_right_at_the_ends_of_the_unit_interval(size):
 
 
 def test_randomness_belongs_to_the_key_the_row_and_the_position():
-    whole = np.array(sampler.uniforms(5, [0, 1, 2], 20))
-    np.testing.assert_array_equal(np.array(sampler.uniforms(5, [2], 8))[0], whole[2, :8])
+    whole = np.array(sampler.four_uniforms_per_position(5, [0, 1, 2], 20))
+    np.testing.assert_array_equal(
+        np.array(sampler.four_uniforms_per_position(5, [2], 8))[0], whole[2, :8]
+    )
     assert len(np.unique(whole)) == whole.size
-    assert not np.intersect1d(whole, np.array(sampler.uniforms(6, [0, 1, 2], 20))).size
+    assert not np.intersect1d(
+        whole, np.array(sampler.four_uniforms_per_position(6, [0, 1, 2], 20))
+    ).size
     assert (whole < 1).all() and (whole >= 0).all()
 
 
@@ -318,7 +324,7 @@ def test_a_stop_text_ends_a_row_at_the_token_that_completes_it(model, tokenizer,
     )
     free = roll(model, **settings)
     spoken = [tokenizer.decode(ids) for ids in free.ids]
-    stop = sampler.Stop([spoken[0][5:8], spoken[7][2:4], "nobody says this"], tokenizer)
+    stop = sampler.StopTexts([spoken[0][5:8], spoken[7][2:4], "nobody says this"], tokenizer)
     rollout, numbers = roll(model, **settings, stop=stop), []
     for row, (ids, logprobs) in enumerate(rows_of(free)):
         prefixes = [tokenizer.decode(ids[:number]) for number in range(1, len(ids) + 1)]
@@ -338,5 +344,5 @@ def test_a_stop_text_ends_a_row_at_the_token_that_completes_it(model, tokenizer,
 
 
 def test_the_earliest_of_the_stop_texts_cuts_and_none_leaves_the_text():
-    stop = sampler.Stop(["</a>", "a>!"], None)
+    stop = sampler.StopTexts(["</a>", "a>!"], None)
     assert [stop.trim("one</a>! two"), stop.trim("one")] == ["one", "one"]

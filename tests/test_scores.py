@@ -82,7 +82,9 @@ def test_every_question_is_put_once_until_it_is_read_and_its_score_is_that_of_ev
         known |= {question for question in put if not is_unread(question)}
         expected = np.array([score_of(*question) for question in whole(*pairs)]).reshape(-1, 3)
         np.testing.assert_array_equal(judged.scores, expected)
-        np.testing.assert_allclose(judged.rewards, rubrics.rubric_reward(expected, RUBRIC))
+        np.testing.assert_allclose(
+            judged.rewards, rubrics.weighted_sum_of_centered_scores(expected, RUBRIC)
+        )
         assert judged.num_unreadable == np.isnan(expected).sum() and judged.num_cached == len(
             questions
         ) - len(put)
@@ -180,7 +182,7 @@ def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_exampl
     made.unreadable.num_evaluations = 9
     made.unreadable.num_unreadable = 1
     said = warned("d?", "e?", "f?", "g?")  # 5 of 21: 24%
-    assert "5 of 21 of the judge" in said and "'correct' of the answer 'd?'" in said
+    assert "5 of 21 of the judge" in said and "criterion 'correct'" in said and "'d?'" in said
     assert "Add one and two." in said and "0.250" in said and "\n" not in said.strip()
     assert warned("h?", "i?") == warned("j?", "k?", "l?") == ""  # 10 of 36
 

@@ -103,7 +103,7 @@ def test_where_memory_is_watched_a_worker_that_takes_too_much_is_ended(sealed, m
     pages = lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1])  # noqa: E731
     monkeypatch.setattr(workers, "WATCHED", True)
     monkeypatch.setattr(
-        workers, "_memory_footprint", lambda pid: pages(pid) * os.sysconf("SC_PAGE_SIZE")
+        workers, "_memory_footprint_on_macos", lambda pid: pages(pid) * os.sysconf("SC_PAGE_SIZE")
     )
     monkeypatch.setattr(seal, "MEMORY", 200 * 2**20)
     begin = time.monotonic()
@@ -126,9 +126,10 @@ def test_a_formula_is_read_and_a_program_is_not():
         "+7": 7,
         "1<<4": 16,
     }.items():
-        assert float(formulas.read_formula(text)) == value
+        assert float(formulas.formula_to_sympy(text)) == value
     assert (
-        str(formulas.read_formula("x**3/3 - 2*sin(x)*exp(3*x) + C").diff("x").subs("x", 0)) == "-2"
+        str(formulas.formula_to_sympy("x**3/3 - 2*sin(x)*exp(3*x) + C").diff("x").subs("x", 0))
+        == "-2"
     )
     for text in [
         *NO_FORMULAS.split("|"),
@@ -138,11 +139,11 @@ def test_a_formula_is_read_and_a_program_is_not():
         "(" * 900 + ")" * 900,
     ]:
         with pytest.raises((ValueError, SyntaxError, RecursionError, MemoryError)):
-            formulas.read_formula(text)
+            formulas.formula_to_sympy(text)
 
 
 def test_a_list_is_read_in_either_s_quotes_and_nothing_else_is():
-    assert formulas.read_list("[['A', 1], [0, 1.5]]") == [["A", 1], [0, 1.5]]
+    assert formulas.parse_json_with_single_quotes("[['A', 1], [0, 1.5]]") == [["A", 1], [0, 1.5]]
     for text in (
         "open('x')",
         "[1][0]",
@@ -152,7 +153,7 @@ def test_a_list_is_read_in_either_s_quotes_and_nothing_else_is():
         "[1 for x in y]",
     ):
         with pytest.raises((ValueError, RecursionError)):
-            formulas.read_list(text)
+            formulas.parse_json_with_single_quotes(text)
 
 
 def test_the_footprint_of_a_process_is_the_eighth_number_after_the_id_that_macos_gives(monkeypatch):
@@ -169,4 +170,6 @@ def test_the_footprint_of_a_process_is_the_eighth_number_after_the_id_that_macos
     monkeypatch.setattr(
         ctypes, "CDLL", lambda path: SimpleNamespace(proc_pid_rusage=proc_pid_rusage)
     )
-    assert workers._memory_footprint(5) == 107 and workers._memory_footprint(0) == 0
+    assert (
+        workers._memory_footprint_on_macos(5) == 107 and workers._memory_footprint_on_macos(0) == 0
+    )

@@ -113,7 +113,9 @@ def test_messages_and_prompt_with_completion_say_the_same(tokenizer):
 def test_all_replies_of_a_completion_are_trained_and_none_of_a_prompt(tokenizer):
     (row,) = render(tokenizer, {"messages": TALK}, thinking=True)
     assert trained(tokenizer, row) == ["It is three.<|im_end|>", "Four.<|im_end|>"]
-    text = chat_template.render_chat(tokenizer, TALK, True, opened=False).removesuffix("\n")
+    text = chat_template.render_chat(
+        tokenizer, TALK, True, add_generation_prompt=False
+    ).removesuffix("\n")
     assert row.ids == tokenizer.encode(text, add_special_tokens=False)
     (last,) = render(tokenizer, {"prompt": TALK[:3], "completion": TALK[3:]}, thinking=True)
     assert last.ids == row.ids and trained(tokenizer, last) == ["Four.<|im_end|>"]
@@ -137,11 +139,8 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
     ("record", "message"),
     [
         ({"prompt": "Hi", "completion": "<think>one</think>two"}, "--thinking"),
-        ({"prompt": "Hi", "completion": "two!\n" * 400}, "context has 1000; shorten it"),
-        (
-            {"prompt": "Hi"},
-            "['prompt']; add messages, or prompt and completion",
-        ),
+        ({"prompt": "Hi", "completion": "two!\n" * 400}, "context has 1000"),
+        ({"prompt": "Hi"}, "['prompt']"),
         ({"messages": TALK[:1]}, "assistant"),
         ({"messages": [TALK[1]]}, "message 1 of the conversation is the assistant's"),
         (
@@ -157,10 +156,7 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
             "chat_template_kwargs ['x'] is a list",
         ),
         ({"messages": TALK, "tools": ["x"]}, "column tools contains 'x'"),
-        (
-            {"prompt": 3, "completion": "x"},
-            "prompt 3 is a int; it must be a string or chat messages",
-        ),
+        ({"prompt": 3, "completion": "x"}, "prompt 3 has the type int"),
         (
             {"system": "s", "messages": [{"role": "system", "content": "t"}, *TALK]},
             "system",
@@ -354,7 +350,9 @@ def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_res
         read_untimed_log(directory / "metrics.jsonl") == steps
         and read_untimed_log(directory / "eval.jsonl") == evals
     )
-    assert run_files.adapter_path(str(directory), 0) == str(directory / run_files.START)
+    assert run_files.saved_or_initial_adapter_path(str(directory), 0) == str(
+        directory / run_files.START
+    )
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from conftest import draw_normal, measure_peak
 from test_divergence import log_softmax
 
 from layers import lm_head, softmax
-from layers.softmax import Support
+from layers.softmax import TruncationSettings
 from machine import cpu
 
 VOCAB = 151_936
@@ -56,10 +56,10 @@ def logprobs_by_hand(hidden, head, ids, temperature, support) -> tuple[np.ndarra
 
 SUPPORTS = [
     None,
-    Support(top_p=0.7),
-    Support(top_k=20),
-    Support(min_p=0.05),
-    Support(top_k=50, top_p=0.9),
+    TruncationSettings(top_p=0.7),
+    TruncationSettings(top_k=20),
+    TruncationSettings(min_p=0.05),
+    TruncationSettings(top_k=50, top_p=0.9),
 ]
 
 
@@ -207,7 +207,9 @@ def test_the_truncated_support_equals_that_of_a_slow_implementation(top_p, top_k
     logits = RNG.normal(0, 2, (6, 40)).astype(np.float32)
     logits[1] = np.round(logits[1])  # ties
     logits[2] = 0.5
-    ours = np.array(softmax.truncate_logits(mx.array(logits), Support(top_p, top_k, min_p)))
+    ours = np.array(
+        softmax.truncate_logits(mx.array(logits), TruncationSettings(top_p, top_k, min_p))
+    )
     for row in range(6):
         kept = kept_by_hand(logits[row].astype(np.float64), top_p, top_k, min_p)
         assert (ours[row][kept] == logits[row][kept]).all() and np.isneginf(ours[row][~kept]).all()
@@ -218,6 +220,8 @@ def test_top_p_of_qwens_vocabulary_keeps_that_mass():
     probs = np.exp(log_softmax(rows.astype(np.float64)))
     descending = -np.sort(-probs, axis=-1)
     for top_p in (0.5, 0.9):
-        kept = np.isfinite(np.array(softmax.truncate_logits(mx.array(rows), Support(top_p))))
+        kept = np.isfinite(
+            np.array(softmax.truncate_logits(mx.array(rows), TruncationSettings(top_p)))
+        )
         expected = [line[np.searchsorted(line, top_p)] for line in np.cumsum(descending, axis=-1)]
         np.testing.assert_allclose((probs * kept).sum(-1), expected, atol=2e-4)

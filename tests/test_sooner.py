@@ -89,7 +89,7 @@ def test_runs_with_another_number_of_trained_completions_are_another_setting(tmp
 @pytest.mark.slow
 def test_missing_runs_are_trained_with_the_processor_seconds_of_their_steps(tmp_path, monkeypatch):
     flags = "--task demo --steps 2 --batch 2 --groups 4 --eval-every 2 --eval-limit 8"
-    monkeypatch.setitem(sooner.TASKS, "demo", sooner.Task(flags, 0.0, 4))
+    monkeypatch.setitem(sooner.TASKS, "demo", sooner.BenchmarkTask(flags, 0.0, 4))
     arguments = ["--task", "demo", "--num-seeds", "1", "--out", str(tmp_path), "--variants"]
     sooner.main([*arguments, "8 of 8", "8 of 8, half the layers"])
     for name in ("8-of-8", "8-of-8-half-the-layers"):
@@ -100,5 +100,5 @@ def test_missing_runs_are_trained_with_the_processor_seconds_of_their_steps(tmp_
 
 def test_an_unknown_variant_is_refused_with_the_known_ones():
     task = sooner.TASKS["demo"]
-    assert "'3 of 8'" in catch_message(lambda: sooner.choose_variants(task, ["3 of 8"]))
-    assert "trl" in catch_message(lambda: sooner.choose_variants(task, ["trl"]))
+    assert "'3 of 8'" in catch_message(lambda: sooner.choose_variant_flags(task, ["3 of 8"]))
+    assert "trl" in catch_message(lambda: sooner.choose_variant_flags(task, ["trl"]))

@@ -85,14 +85,14 @@ NOT_OPENED = [
 
 @pytest.mark.parametrize("prompt", OPENED)
 def test_a_prompt_that_ends_inside_a_thought_opens_it(prompt):
-    opening = statements.open_thought_text(prompt)
+    opening = statements.unclosed_thought_in_prompt(prompt)
     assert opening and prompt.endswith(opening)
     assert statements.strip_thoughts(f"{opening}The answer is 42.") == ""
 
 
 @pytest.mark.parametrize("prompt", NOT_OPENED)
 def test_a_prompt_that_only_names_or_closes_a_thought_opens_none(prompt):
-    assert statements.open_thought_text(prompt) == ""
+    assert statements.unclosed_thought_in_prompt(prompt) == ""
 
 
 PAIRS = "<think> <thinking> <thought> <reasoning> [THINK] \u25c1think\u25b7 <Think> <seed:think> <|thinking|>".split()

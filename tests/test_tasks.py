@@ -14,7 +14,7 @@ import tasks
 import train
 from tasks import demo as sums
 from tasks import gsm8k
-from tasks.demo import numbers_in
+from tasks.demo import numbers_in_words_or_digits
 
 # ---- tasks
 
@@ -32,7 +32,9 @@ def test_no_prompt_is_both_trained_on_and_held_out(name):
 def test_the_demo_holds_out_pairs_of_numbers_and_not_only_wordings():
     task = tasks.load_task("demo")
     sides = task.train, task.held_out
-    train, held_out = ({tuple(sorted(numbers_in(one["prompt"]))) for one in side} for side in sides)
+    train, held_out = (
+        {tuple(sorted(numbers_in_words_or_digits(one["prompt"]))) for one in side} for side in sides
+    )
     assert (len(task.train), len(task.held_out)) == (2000, 512) and not train & held_out
 
 
@@ -173,7 +175,7 @@ def test_a_local_gsm8k_file_gives_questions_and_the_number_after_the_hashes(tmp_
     task = tasks.load_task("gsm8k", data=str(path))
     example = task.train[0]
     assert len(task.train) == 27 and len(task.held_out) == 3 and example["system"] == gsm8k.SYSTEM
-    number = numbers_in(example["prompt"])[0]
+    number = numbers_in_words_or_digits(example["prompt"])[0]
     assert example["answer"] == str(2 * number)
     assert task.rewards["correct"](
         completions=[f"\\boxed{{{2 * number}}}"], answer=[example["answer"]]

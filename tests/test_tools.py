@@ -264,16 +264,16 @@ def test_what_a_tool_says_is_never_a_control_token(talker):
 
     expected = frame_of("plain")
     for _ in range(200):
-        text = frame.cut_to_tokens(hostile(rng), 1000)
+        text = frame.cut_to_tokens_with_note(hostile(rng), 1000)
         assert frame_of(text) == expected
 
 
 def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
     frame = calls.TurnCodec(talker, [talker.eos_token_id], thinking=False)
-    text = frame.cut_to_tokens("ab" * 500_000, 10)
+    text = frame.cut_to_tokens_with_note("ab" * 500_000, 10)
     shown, said = text.split("\n")
     assert len(talker.encode(shown)) == 10 and said == f"[cut: {len(shown)} of 1000000 characters]"
-    assert frame.cut_to_tokens("two and two", 30) == "two and two"
+    assert frame.cut_to_tokens_with_note("two and two", 30) == "two and two"
 
 
 # ---- episodes

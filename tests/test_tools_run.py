@@ -479,9 +479,14 @@ def test_a_task_is_evaluated_and_played_with_the_model_that_a_training_takes(cap
         ["--task", task, "--max-tokens", "8", *(["--limit", "2"] if main is evaluate.main else [])]
     )
     trained, said = (
-        resolve_settings({"task": task}, None, None, model_choice.choose_model)[0].model.name,
+        resolve_settings({"task": task}, None, None, model_choice.choose_model_and_reason)[
+            0
+        ].model.name,
         capsys.readouterr(),
     )
     assert f"model: {trained}, the model of the task" in said.err
     assert main is chat.main or json.loads(said.out.splitlines()[-1])["eval/num"] == 2
-    assert model_choice.choose_model("smollm2", None, trained) == ("smollm2", "as requested")
+    assert model_choice.choose_model_and_reason("smollm2", None, trained) == (
+        "smollm2",
+        "as requested",
+    )

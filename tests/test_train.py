@@ -334,7 +334,7 @@ def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(golden):
         )
         peer.set_dtype(mx.float32)  # the demo's file is of 16 bits
         np.testing.assert_allclose(np.array(peer(tokens)), np.array(ours), atol=1e-4, rtol=1e-4)
-        assert adapters.base_model_of_adapter(path) == "demo"
+        assert adapters.require_base_model_of_adapter(path) == "demo"
     first, *later = (gwen.load("demo", adapter=path)[0](tokens) for path in places[:3])
     assert all(mx.abs(first - logits).max().item() > 1e-3 for logits in later)
 
@@ -455,7 +455,7 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run.step, run.num_draws, run.batch_size.rows = 7, 19, 8
     run.learner.failures, run.learner.num_skipped, run.learner.lr_scale = 2, 5, 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
-    run.mark_step_as_complete()
+    run.snapshot_step_or_interrupt()
     run.save()
     other = make_run(tmp_path)
     other.restore_checkpoint_state(checkpoint.load(tmp_path))

@@ -306,11 +306,11 @@ def test_a_run_says_what_the_settings_would_save(tmp_path, capsys):
     config = make_run(tmp_path).config
     model = model_choice.load_config("random:0.6b")
     demand = RunDemand(model, mx.float16, config.copy_with_settings(batch=8, groups=8), [256] * 8)
-    line = time_estimate.format_phases_line(demand)
+    line = time_estimate.format_phase_times_and_advice(demand)
     assert "rollout" in line and "update" in line
     assert "--train-completions 4" in line and "--lora-layers 14" in line
     chosen = demand._replace(config=demand.config.copy_with_settings(train_completions=4))
-    assert "--train-completions 4" not in time_estimate.format_phases_line(chosen)
+    assert "--train-completions 4" not in time_estimate.format_phase_times_and_advice(chosen)
 
 
 @pytest.mark.parametrize(

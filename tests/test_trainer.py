@@ -94,7 +94,7 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
         assert words in catch_message(trainer.sample, prompt, **how)
     trainer.run.toolbox = object()
     assert "run with tools" in catch_message(trainer.sample, "a")
-    with run_files.unlock_run_dirs_on_exit():
+    with run_files.unlock_run_dirs_after_block():
         run_files.lock_run_dir(trainer.dir)  # the lock is free once the loop has ended
 
 

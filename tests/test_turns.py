@@ -53,7 +53,13 @@ class World:
         self.begun += rows
         self.turns |= dict.fromkeys(rows, 0)
 
-    def end_turn(self, row, ids):
+    def turn_limit(self, row):
+        return None
+
+    def end_row(self, row, ids, logprobs, reason):
+        pass
+
+    def end_turn(self, row, ids, logprobs):
         assert ids[-1] in EOS and not set(ids[:-1]) & set(EOS)
         told, delays = self.plan(row)
         turn = self.turns[row]
@@ -188,7 +194,9 @@ def check(model, world, rollout, params, key=5, group_size=4):
             np.array(rollout.logprobs)[row, : len(own)], expected, rtol=0, atol=tolerance
         )
 
-        uniforms = mx.array(sampler.uniforms(key, [row], params.max_tokens)[0, : len(own)])
+        uniforms = mx.array(
+            sampler.four_uniforms_per_position(key, [row], params.max_tokens)[0, : len(own)]
+        )
         drawn_from = logits[row][mx.array(places) + len(prompt) - 1]
         tokens, _, _ = sampler.choose_token(drawn_from, uniforms, params)
         for place in np.flatnonzero(np.array(tokens) != own).tolist():
@@ -239,7 +247,7 @@ def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(mode
     hidden = model.hidden
     monkeypatch.setattr(
         sampler.gwen,
-        "make_decode_step",
+        "make_decode_to_hidden_step",
         lambda _: lambda tokens, cache: drawn.append(len(tokens)) or hidden(tokens, cache),
     )
 

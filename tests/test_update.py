@@ -589,7 +589,7 @@ def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(
     monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_tokens // 3)
     seen = []
     for turn in range(7, 10):
-        probe = trust_region.select_probe(known, turn)
+        probe = trust_region.select_kl_probe(known, turn)
         present = update.install_weights_and_compute_logprobs(
             run.learner, probe, run.learner.trainable
         )

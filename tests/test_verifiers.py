@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reward_doctor import corpus
 
 from rewards import math_answers, quantities, statements, verifiers
-from rewards.built_in import exactly_one_mark
+from rewards.built_in import exactly_one_marked_answer
 
 TESTS = Path(__file__).parent
 PAIRS, HOSTILE = (
@@ -117,7 +117,7 @@ def test_a_number_is_read_back_from_each_of_its_spellings(whole, cents):
         f"{whole:,}.{cents:02}",
         f"{whole:,}.{cents:02}".replace(",", " "),
     ):
-        assert quantities.read_number(text).value == value
+        assert quantities.find_only_number(text).value == value
         said = [f"So we get \\boxed{{{text}}}.", f"The answer is {text}.", f"It was {text} km."]
         assert verifiers.number(completions=said, answer=[text] * 3) == [1, 1, 1]
 
@@ -126,7 +126,7 @@ def test_a_number_is_read_back_from_each_of_its_spellings(whole, cents):
     "text", ["1e101", "1e-101", "1e999999999", "9" * 401, "1/0", "x1.5", "2^10", "3 4", "", "e5"]
 )
 def test_what_is_no_number_or_too_long_a_one_is_not_read(text):
-    assert quantities.read_number(text) is None
+    assert quantities.find_only_number(text) is None
 
 
 # A tag that opens a thought states nothing, inside JSON too.
@@ -219,8 +219,10 @@ def test_a_hostile_completion_takes_bounded_time(text):
             assert verifiers.VERIFIERS[kind].make([gold])(completions=[said], answer=[gold]) == [
                 0
             ], kind
-        exactly_one_mark(completions=[said])
-        assert not math_answers.is_number(said)  # nor does the answer of a user's data take longer
+        exactly_one_marked_answer(completions=[said])
+        assert not math_answers.right_answer_is_number(
+            said
+        )  # nor does the answer of a user's data take longer
     assert time.process_time() - begin < 4
 
 

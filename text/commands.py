@@ -1,7 +1,7 @@
 """
-Builds the commands in messages: `uv run train.py` in a checkout, `gwen train` if installed.
+Builds the commands that messages show: `uv run train.py` in a checkout, `gwen train` if installed.
 
-The extras that the settings of a run need are chosen in settings/sources.py.
+settings/sources.py chooses the extras that the settings of a run need.
 """
 
 import importlib.metadata
@@ -15,7 +15,7 @@ from typing import Any
 
 HOME = Path(__file__).parents[1]  # the checkout, or the directory of the installed packages
 
-# The commands of an installed Gwen, each with the program and the flag that it stands for.
+# the commands of an installed Gwen, each with the program that it runs and the program's first flag
 SUBCOMMANDS = {
     "train": "train.py",
     "evaluate": "evaluate.py",
@@ -29,23 +29,22 @@ SUBCOMMANDS = {
     "doctor": "doctor.py",
 }
 
-
 # `uv tool install` does not read the overrides in pyproject.toml, and needs them in a file.
 OVERRIDES_FILE = "deploy/overrides.txt"
 
 
-def is_checkout() -> bool:
+def is_run_from_checkout() -> bool:
     """
-    Whether the user starts programs of a checkout, such as `uv run train.py`.
+    Whether the user starts the programs of a checkout, as in `uv run train.py`.
 
-    The result is False if the user starts the installed program `gwen`, even if it was installed
-    with `--editable` and therefore runs the code of a checkout.
+    The result is False for the installed program `gwen`, even if it was installed with `--editable`
+    and therefore runs the code of a checkout.
     """
     return (HOME / "pyproject.toml").is_file() and not _is_editable_installation()
 
 
 def _is_editable_installation() -> bool:
-    """Whether this Python environment has the program `gwen`, which runs this checkout."""
+    """Whether this Python environment has a program `gwen` that runs the code of this checkout."""
     try:
         text = importlib.metadata.distribution("gwen").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
@@ -65,7 +64,7 @@ def command_prefix(program: str = "train.py", extras: Iterable[str] = ()) -> str
 
     program: a program and its first flag as in SUBCOMMANDS, such as "export.py --fuse".
     """
-    if not is_checkout():
+    if not is_run_from_checkout():
         subcommands = {command: word for word, command in SUBCOMMANDS.items()}
         return f"gwen {subcommands[program]}"
 
@@ -81,10 +80,10 @@ def advice_to_install_extra(extra: str) -> str:
     """
     Advice for a user who has not installed the packages of an extra.
 
-    The advice fits the way in which the program was started. The advised installation keeps the
-    extras that an installed Gwen already has.
+    The advice depends on how the program was started. If Gwen is installed, the advice keeps the
+    extras that are already installed.
     """
-    if is_checkout():
+    if is_run_from_checkout():
         return f"begin the command with: uv run --extra {extra}"
 
     requirement = _read_uv_tool_requirement()
@@ -102,7 +101,7 @@ def advice_to_install_extra(extra: str) -> str:
 
 
 def _read_uv_tool_requirement() -> dict[str, Any]:
-    """What `uv tool install` was asked to install as `gwen`; empty for another installation."""
+    """The requirement that `uv tool install` recorded for `gwen`; empty if there is none."""
     receipt = Path(sys.prefix) / "uv-receipt.toml"
     if not receipt.is_file():
         return {}

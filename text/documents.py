@@ -1,8 +1,7 @@
 """
 Reads JSON and YAML that users write, and refuses duplicate keys, endless files and invalid syntax.
 
-This file does not cover the meaning of the documents, which is checked by the modules that use
-them, or text for a terminal (printable.py).
+The modules that use a document check its content. printable.py makes text safe for a terminal.
 """
 
 import json
@@ -40,7 +39,8 @@ class _DuplicateRefusingLoader(yaml.SafeLoader):
     """
     A YAML loader that refuses duplicate keys.
 
-    If a user forgot the dash of a list item, a later entry would silently replace an earlier one.
+    Otherwise a forgotten dash would merge two list items, and later values would silently replace
+    earlier ones.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -59,7 +59,7 @@ def read_text(path: str | Path, error_prefix: str, max_megabytes: int) -> str:
     Read a text file of at most `max_megabytes` megabytes.
 
     Raises ValueError, whose message starts with `error_prefix`, if the file is larger, unreadable
-    or not a regular file, since reading a device or a pipe may never end.
+    or not a regular file. Reading a device or a pipe might never end.
     """
     try:
         status = os.stat(path)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from text.documents import load_yaml
 
-# The library to which the names in a section belong. The names in all other sections are TRL's.
+# The owner of the names in each of these sections. The names in all other sections are TRL's.
 OWNERS = {"LoraConfig": "PEFT's ", "older names": ""}
 VERBS = {
-    "renamed": "is here ",
+    "renamed": "corresponds to ",
     "missing": "is missing here",
     "not needed": "is not needed here",
 }

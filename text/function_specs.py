@@ -35,7 +35,7 @@ def parse_arguments(text: str) -> CallArguments:
     """
     Parse the arguments `(0.5, name="a")`. The text "" stands for no arguments.
 
-    Raises ValueError if the text is no list of arguments, or if a value is not a Python literal.
+    Raises ValueError if the text is not a list of arguments, or if a value is not a Python literal.
     """
     if not text:
         return CallArguments()
@@ -58,7 +58,7 @@ def parse_arguments(text: str) -> CallArguments:
 
 def format_arguments(partial: functools.partial[Any]) -> str | None:
     """
-    Format the arguments of a partial function so that `parse_arguments` reads equal ones.
+    Format the arguments of a partial function so that `parse_arguments` returns them unchanged.
 
     Returns None if a value, such as an array or a function, cannot be written as a literal.
     """

@@ -7,25 +7,25 @@ This file does not cover how documents are read (documents.py).
 import os
 import re
 
-CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)  # line feeds and tabs are no control characters here
+# control characters other than line feeds and tabs
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _INVISIBLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u180b-\u180f\u200b\u200e\u200f"
     r"\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
 )
-_SECRET_NAME = re.compile("(KEY|TOKEN|SECRET|PASSWORD)$")  # of environment variables
+# an environment variable whose name ends like this contains a secret
+_SECRET_NAME = re.compile("(KEY|TOKEN|SECRET|PASSWORD)$")
 LEAST_SECRET = 6  # a value with fewer characters is too common to be a secret
 
 
-def make_printable(text: str) -> str:
+def escape_and_redact_for_printing(text: str) -> str:
     """Return the text without secrets and invisible characters, so that it is safe to print."""
     return escape_invisible(redact_secrets(text))
 
 
 def escape_invisible(text: str) -> str:
     """
-    Write code points in place of characters that would reverse, hide or break the text around them.
+    Write code points in place of characters that would reverse, hide or break text around them.
 
     The replaced characters are control and format characters (bidirectional overrides, zero-width
     marks, fillers and tags), line separators, and lone surrogates, which cannot be written to a
@@ -34,14 +34,16 @@ def escape_invisible(text: str) -> str:
     return _INVISIBLE.sub(lambda match: f"\u27e8U+{ord(match[0]):04X}\u27e9", text)
 
 
-def redact_secrets(text: str, *secrets: str) -> str:
+def redact_secrets(text: str, *more_secrets: str) -> str:
     """
-    Write `***` in place of the given secrets and of passwords and keys in the environment and URLs.
+    Replace secrets with `***`.
 
-    A secret of fewer than LEAST_SECRET characters is not replaced.
+    The secrets are `more_secrets`, keys and passwords in environment variables, and user names and
+    passwords in URLs. A secret with fewer than LEAST_SECRET characters is not replaced, except in a
+    URL.
     """
     from_environment = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
-    for secret in [*secrets, *from_environment]:
+    for secret in [*more_secrets, *from_environment]:
         if len(secret) >= LEAST_SECRET:
             text = text.replace(secret, "***")
     return re.sub(r"(?<=://)[^/\s@]+@", "***@", text)

@@ -6,9 +6,9 @@ mlx_lm parses the calls, in one of two formats that depend on the model's chat t
 `qwen3_coder`: <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
 (Qwen3-Coder, Qwen3.5).
 If a call cannot be parsed, it becomes a `ToolCall` with an error, which the model is shown. A tool
-result that the model wrote itself also becomes such a call. The model's own text is never rendered
-again; the token ids that it generated stay in the conversation. This file does not cover how calls
-are run (tools/episodes.py).
+result that the model wrote itself also becomes a `ToolCall` with an error. The model's own text is
+never rendered again; the token ids that it generated stay in the conversation. This file does not
+cover how calls are run (tools/episodes.py).
 """
 
 import functools
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from prompts import chat_template
 from prompts.examples import did_you_mean, format_error, shorten_value
-from tools.environment_state import STATE_METHODS, has_state
+from tools.environment_state import STATE_METHODS, has_state_methods_or_raise
 
 Tool = Callable[..., Any]
 # the tool's name -> the tool's schema, in the format that chat templates expect
@@ -30,14 +30,11 @@ Schemas = dict[str, dict[str, Any]]
 
 
 class ToolCall(NamedTuple):
-    """
-    A tool call that a model wrote in a turn. error: the reason why the call cannot be run, in one
-    line; "" if the call can be run.
-    """
+    """A tool call that a model wrote in a turn."""
 
     name: str | None
     arguments: Any
-    error: str = ""
+    error: str = ""  # one line that says why the call cannot be run; "" if it can be run
 
 
 # ---- schemas
@@ -45,11 +42,11 @@ class ToolCall(NamedTuple):
 
 def make_tool_schemas(flag: str, tools: Mapping[str, Tool]) -> Schemas:
     """
-    The JSON schemas of tools, by the tool's name, made from the tools' type annotations and
-    docstrings.
+    The JSON schemas of tools by name, made from the tools' type annotations and docstrings.
 
-    flag: the flag that named the tools, for error messages. Raises ValueError if no schema can be
-    made for a tool; the message names the tool and the reason.
+    flag: the flag that named the tools, for error messages.
+
+    Raises ValueError, which names the tool and the reason, if no schema can be made for a tool.
     """
     from transformers.utils import get_json_schema  # imported here because it takes seconds
 
@@ -72,18 +69,20 @@ def make_tool_schemas(flag: str, tools: Mapping[str, Tool]) -> Schemas:
 
 def make_environment_schemas(environment_class: type) -> Schemas:
     """
-    The schemas of an environment's tools, which are its public methods except `reset`, `get_reward`
-    and the class methods `get_state` and `set_state`.
+    The schemas of an environment's tools by name.
+
+    The tools are the environment's public methods, except `reset`, `get_reward` and the class
+    methods `get_state` and `set_state`.
 
     Raises ValueError if the environment has no method `reset`.
     """
     if not callable(getattr(environment_class, "reset", None)):
         raise ValueError(
             f"--env: {environment_class.__name__} has no method reset, which begins an episode; "
-            f"add it"
+            "add it"
         )
     not_tools = {"reset", "get_reward"}
-    if has_state(environment_class):
+    if has_state_methods_or_raise(environment_class):
         not_tools.update(STATE_METHODS)
     tools = {}
     for name, _ in inspect.getmembers(environment_class, inspect.isroutine):
@@ -98,7 +97,7 @@ def make_environment_schemas(environment_class: type) -> Schemas:
 
 
 def rewards_each_turn(environment_class: type) -> bool:
-    """Whether an environment's `get_reward` is called after each turn to reward that turn."""
+    """Whether the environment's `get_reward` is called after each turn, to reward that turn."""
     return bool(getattr(environment_class, "reward_per_turn", False))
 
 
@@ -130,8 +129,7 @@ def choose_call_parser(template: str | None) -> Callable[..., Any]:
 
 def parse_calls(turn_text: str, parse_call: Callable[..., Any], schemas: Schemas) -> list[ToolCall]:
     """
-    Parses the calls after the thought in a turn, in order, and checks each call against its tool's
-    schema.
+    Parses the calls after the thought in a turn. Checks each call against its tool's schema.
 
     If the model wrote a tool result itself, a call with an error is added at the end.
     """
@@ -152,8 +150,9 @@ def _parse_and_check_call(
     body: str | None, parse_call: Callable[..., Any], schemas: Schemas
 ) -> ToolCall:
     """
-    Parses one call and checks it against its tool's schema. The parser may raise any error. body:
-    the text between the call's tags; None if the closing tag is missing.
+    Parses one call and checks it against its tool's schema. May raise any error.
+
+    body: the text between the call's tags; None if the closing tag is missing.
     """
     parsed = None
     if body is not None:
@@ -171,16 +170,16 @@ def _parse_and_check_call(
 
 def texts_around_calls(answer: str) -> list[str]:
     """
-    The texts before, between and after the calls in a turn. A turn with n calls has n + 1 such
-    texts.
+    The texts before, between and after the calls in a turn.
+
+    A turn with n calls has n + 1 texts, which may be empty.
     """
     return CALL_TEXT.split(answer)[:: 1 + CALL_TEXT.groups]
 
 
 def explain_forged_result(answer: str) -> str:
     """
-    The error message for a turn in which the model itself wrote a tool's result; "" for other
-    turns.
+    The error message if the model itself wrote a tool's result in a turn; "" otherwise.
 
     A forged result is a text in the tags that the chat template puts around a tool's result. Text
     after the last call also counts as a forged result, because a turn should end with its last
@@ -199,8 +198,9 @@ def explain_forged_result(answer: str) -> str:
 
 def _find_call_mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str:
     """
-    Describes what is wrong with a call: an unknown tool, or arguments that do not match the tool's
-    schema. Returns "" if nothing is wrong with the call.
+    The mistake in a call, such as an unknown tool or arguments that do not match the schema.
+
+    Returns "" if there is no mistake.
     """
     # imported here because only runs with tools need jsonschema
     from jsonschema import Draft202012Validator
@@ -249,7 +249,7 @@ class TurnCodec:
         marked = chat_template.mark_special_tokens_as_text(
             self.tokenizer, messages, all_added_tokens=True
         )
-        before = self.render(EXCHANGE, tools=tools, opened=False)
+        before = self.render(EXCHANGE, tools=tools, add_generation_prompt=False)
         after = self.render([*EXCHANGE, *marked], tools=tools)
         # the position of the last end token in the rendered exchange
         place, end = max((before.rfind(end), end) for end in self.ends)
@@ -258,6 +258,7 @@ class TurnCodec:
                 f"the chat template does not end a turn with one of the model's end tokens, "
                 f"{', '.join(self.ends)}; use another model"
             )
+        # everything in `after` that follows the last end token of `before`
         text = end.join(after.split(end)[before.count(end) :])
         return chat_template.encode_marked_text(self.tokenizer, text)
 
@@ -266,8 +267,12 @@ class TurnCodec:
         content_ids = [token_id for token_id in ids if token_id not in self.end_ids]
         return str(self.tokenizer.decode(content_ids, skip_special_tokens=False))
 
-    def cut_to_tokens(self, text: str, max_tokens: int) -> str:
-        """Cuts a text to `max_tokens` tokens. If anything is cut off, a line at the end says so."""
+    def cut_to_tokens_with_note(self, text: str, max_tokens: int) -> str:
+        """
+        Cuts a text to `max_tokens` tokens.
+
+        If anything is cut off, a line is added that says so.
+        """
         text = text.encode("utf-8", "replace").decode()
         shown = text[: 100 * max_tokens]  # hardly any token has more than 100 characters
         encoding = self.tokenizer.backend_tokenizer.encode(shown, add_special_tokens=False)
@@ -282,8 +287,7 @@ def format_with_tool_calls(text: str, messages: list[dict[str, Any]] | None) -> 
     """
     Formats an answer for people: its text, or all turns, calls and results of its conversation.
 
-    messages: the messages of the conversation; None if the answer is only a text without a
-    conversation.
+    messages: the messages of the conversation; None if the answer is a single text.
     """
     lines = []
     for message in messages or [{"role": "assistant", "content": text}]:

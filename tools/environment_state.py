@@ -3,7 +3,7 @@ Keeps the state that an environment class shares among its instances, such as a 
 
 A class with state has the class methods `get_state`, which returns a JSON value, and `set_state`,
 which receives this value again. A run stores the state in its checkpoints. This file does not cover
-the state of a single episode, which `reset` begins anew.
+the state of a single episode, which begins with `reset`.
 """
 
 import inspect
@@ -18,11 +18,11 @@ from rewards.functions import describe_error_in_function
 STATE_METHODS = ("get_state", "set_state")
 States = dict[str, Any]  # the state of each class by the name of the environment
 
-# The state of each class before its first run in this process.
+# the state of each class before its first run in this process
 _first_states: "weakref.WeakKeyDictionary[type, Any]" = weakref.WeakKeyDictionary()
 
 
-def has_state(environment_class: type) -> bool:
+def has_state_methods_or_raise(environment_class: type) -> bool:
     """
     Whether a class has the class methods `get_state` and `set_state`.
 
@@ -50,7 +50,7 @@ def collect_states(environments: Mapping[str, type]) -> States:
     """
     states = {}
     for name, environment_class in environments.items():
-        if has_state(environment_class):
+        if has_state_methods_or_raise(environment_class):
             states[name] = _get_state(environment_class)
     return states
 
@@ -67,13 +67,13 @@ def _get_state(environment_class: Any) -> Any:
 
 def set_states(environments: Mapping[str, type], states: States) -> None:
     """
-    Gives the environments their states back.
+    Passes each state to `set_state` of the environment with the same name.
 
-    Raises ValueError if `set_state` fails.
+    States of unknown environments are ignored. Raises ValueError if `set_state` fails.
     """
     for name, state in states.items():
         environment_class: Any = environments.get(name)
-        if environment_class is None or not has_state(environment_class):
+        if environment_class is None or not has_state_methods_or_raise(environment_class):
             continue
         try:
             environment_class.set_state(json.loads(json.dumps(state)))
@@ -84,10 +84,14 @@ def set_states(environments: Mapping[str, type], states: States) -> None:
             ) from error
 
 
-def set_first_states(environments: Mapping[str, type]) -> None:
-    """Gives the environments the states that they had before their first run in this process."""
+def record_or_restore_first_states(environments: Mapping[str, type]) -> None:
+    """
+    Resets the environments to the states that they had before their first run in this process.
+
+    The first call for a class records its state.
+    """
     for name, environment_class in environments.items():
-        if has_state(environment_class):
+        if has_state_methods_or_raise(environment_class):
             if environment_class not in _first_states:
                 _first_states[environment_class] = _get_state(environment_class)
             set_states({name: environment_class}, {name: _first_states[environment_class]})
@@ -96,11 +100,11 @@ def set_first_states(environments: Mapping[str, type]) -> None:
 # ---- state that would be lost
 
 
-def describe_class_values(environments: Mapping[str, type]) -> dict[str, str]:
-    """The values of the class attributes of environments without `get_state`, as text, by name."""
+def describe_unsaved_class_attributes(environments: Mapping[str, type]) -> dict[str, str]:
+    """The values, as text, of all class attributes of environments without `get_state`, by name."""
     values: dict[str, str] = {}
     for environment_class in environments.values():
-        if has_state(environment_class):
+        if has_state_methods_or_raise(environment_class):
             continue
         for owner in environment_class.__mro__[:-1]:
             for name, value in vars(owner).items():
@@ -113,7 +117,7 @@ def warning_of_lost_state(before: dict[str, str], after: dict[str, str]) -> str:
     """
     A warning about class attributes that have changed during a run; "" if there are none.
 
-    before, after: results of `describe_class_values`.
+    before, after: results of `describe_unsaved_class_attributes`.
     """
     changed = [name for name, value in after.items() if before.get(name) != value]
     if not changed:

@@ -1,12 +1,11 @@
 """
-Runs episodes, which are a model's conversations with tools and environments. Each row of a rollout
-is one episode.
+Runs episodes, which are a model's conversations with tools and environments.
 
-When a turn of the model ends, the sampler reports the turn and later asks for the reply to it. The
-calls of one row run in the order in which the model wrote them, and the calls of different rows run
-in parallel. If a call fails, the model is shown the error as a line of JSON. This file does not
-cover sampling (layers/turns.py), the threads that run calls (tools/tool_workers.py), a run's tools
-(tools/toolbox.py) or how calls are parsed (tools/calls.py).
+Each row of a rollout is one episode. When a turn of the model ends, the sampler reports it, and
+later asks for the reply to it. The calls of one row run in the order in which the model wrote them,
+and the calls of different rows run in parallel. If a call fails, the model is shown the error as a
+line of JSON. This file does not cover sampling (layers/turns.py), the threads that run calls
+(tools/tool_workers.py), a run's tools (tools/toolbox.py) or how calls are parsed (tools/calls.py).
 """
 
 import contextlib
@@ -19,9 +18,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from prompts.examples import Example, format_error, last_user_text, shorten_value
 from rewards.functions import describe_error_in_function
-from rewards.rewards import to_float_or_nan
+from rewards.rewards import finite_float_or_nan
 from tools.calls import (
     ToolCall,
     format_with_tool_calls,
@@ -36,13 +37,10 @@ POLL = 0.05  # seconds between two checks for late calls while the sampler waits
 RESULT_FRACTION = 4  # a tool's result may take up at most 1/4 of a conversation's tokens
 
 
-class ConversationText(str):
-    """
-    All text that the model wrote in a conversation. messages: the conversation's chat messages
-    after the prompt.
-    """
+class TextWithMessages(str):
+    """All text that the model wrote in a conversation, with the messages of the conversation."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]]  # the chat messages after the prompt
 
 
 # ---- one row
@@ -75,7 +73,7 @@ class Episode:
         return rewards_each_turn(type(self.worker.instance))
 
     @property
-    def message_prefix(self) -> str:
+    def error_prefix(self) -> str:
         """The beginning of error messages about this row's environment."""
         return f"environment {type(self.worker.instance).__name__}:"
 
@@ -99,10 +97,7 @@ def _make_assistant_message(text: str, calls: Sequence[ToolCall]) -> dict[str, A
 
 
 def _result_text_and_error(result: CallResult) -> tuple[str, str | None]:
-    """
-    The text with which the model is shown a call's result, and the call's error in one line, if
-    any.
-    """
+    """The text that shows the model a call's result, and the call's error in one line, if any."""
     error = result.error
     try:
         text = str(result.value)
@@ -116,18 +111,19 @@ def _result_text_and_error(result: CallResult) -> tuple[str, str | None]:
     return text, error
 
 
-def _reward_as_number(error_prefix: str, value: Any, span: str) -> float:
+def _reward_as_number(error_prefix: str, value: Any, turn_or_episode: str) -> float:
     """
-    Returns the number that `get_reward` returned. span: what the reward is for, which is either "a
-    turn" or "an episode".
+    Converts a value that `get_reward` returned to a number.
 
-    Raises ValueError if the value is not a number. error_prefix: the beginning of the error
-    message.
+    turn_or_episode: "a turn" or "an episode", whichever the value rewards.
+
+    Raises ValueError, whose message starts with `error_prefix`, if the value is not a number.
     """
-    number = to_float_or_nan(value)
+    number = finite_float_or_nan(value)
     if math.isnan(number):
         raise ValueError(
-            f"{error_prefix} get_reward returned {shorten_value(value)} for {span}; return a number"
+            f"{error_prefix} get_reward returned {shorten_value(value)} for {turn_or_episode}; "
+            "return a number"
         )
     return number
 
@@ -145,8 +141,7 @@ def prompt_with_appended_text(prompt: Any, text: str) -> Any:
 
 class Episodes:
     """
-    The episodes of a rollout with N rows. `Episodes` produces the replies to the turns that the
-    sampler reports.
+    The episodes of a rollout with N rows, which produce the replies to the model's turns.
 
     All rows of a group get the same task, because `random` is seeded with the same number whenever
     one of these rows is reset.
@@ -196,10 +191,7 @@ class Episodes:
         self.prompts = [box.encode_prompt(example) for example in self.examples]
 
     def _make_and_reset_episodes(self) -> list[str | None]:
-        """
-        Makes each row's episode and resets its environment. Returns the text that each reset
-        returned.
-        """
+        """Makes each row's episode and resets its environment. Returns the text from each reset."""
         texts = list[str | None]()
         first_rows = dict[int, int]()  # group -> the group's first row
         for row, (example, group) in enumerate(zip(self.examples, self.groups, strict=True)):
@@ -209,18 +201,14 @@ class Episodes:
             first_text = texts[first_rows.setdefault(group, row)]
             if texts[row] != first_text:
                 raise ValueError(
-                    f"{self.episodes[row].message_prefix} reset returned two different texts for "
-                    f"two rows "
-                    f"of one prompt, {shorten_value(first_text)} and {shorten_value(texts[row])}; "
-                    "draw tasks with `random`"
+                    f"{self.episodes[row].error_prefix} reset returned two different texts for "
+                    f"two rows of one prompt, {shorten_value(first_text)} and "
+                    f"{shorten_value(texts[row])}; draw tasks with `random`"
                 )
         return texts
 
     def _reset_environment(self, row: int) -> str | None:
-        """
-        Resets a row's environment. Returns the text that `reset` returned, or None if there is no
-        text.
-        """
+        """Resets a row's environment. Returns the text from `reset`; None if there is none."""
         episode = self.episodes[row]
         if episode.environment not in self.box.environments:
             return None
@@ -232,7 +220,7 @@ class Episodes:
             if key != "environment" or not episode.environment
         }
         episode.worker.instance.is_evaluation = self.is_evaluation
-        label = f"{episode.message_prefix} reset"
+        label = f"{episode.error_prefix} reset"
         with seed_random_temporarily(f"{self.seed} {self.groups[row]}"):
             reset = functools.partial(episode.worker.instance.reset, **columns)
             text = episode.worker.run_or_raise(label, reset)
@@ -243,9 +231,7 @@ class Episodes:
     # ---- methods that the sampler calls
 
     def begin(self, rows: list[int]) -> None:
-        """
-        Prepares rows for decoding. A row that already had turns begins a new episode.
-        """
+        """Prepares rows for decoding. A row that already had turns begins a new episode."""
         for row in rows:
             previous = self.episodes[row]
             if not previous.num_turns:
@@ -259,10 +245,18 @@ class Episodes:
             self._reset_environment(row)
         self.ready = {row: answer for row, answer in self.ready.items() if row not in rows}
 
-    def end_turn(self, row: int, ids: list[int]) -> None:
+    def turn_limit(self, row: int) -> None:
+        """Turns have no limit of their own."""
+
+    def end_row(self, row: int, ids: list[int], logprobs: np.ndarray, reason: str) -> None:
+        """A row that has reached a limit needs no reply."""
+
+    def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray | None = None) -> None:
         """
-        Parses a finished turn and starts its calls. ids: the turn's token ids, including the end
-        token.
+        Parses a finished turn and starts its calls.
+
+        ids: the turn's token ids, including the end token. logprobs: their log-probabilities, which
+        are not needed.
         """
         episode = self.episodes[row]
         text = self.box.codec.decode_turn(ids)
@@ -281,8 +275,9 @@ class Episodes:
 
     def _start_remaining_calls(self, row: int) -> None:
         """
-        Makes the row's thread run the turn's remaining calls, and then `get_reward` if turns are
-        rewarded.
+        Starts the turn's remaining calls in the row's thread.
+
+        If turns are rewarded, the thread calls `get_reward` after them.
         """
         episode = self.episodes[row]
         worker = episode.worker
@@ -306,15 +301,13 @@ class Episodes:
         worker.jobs.put(run_remaining_calls)
 
     def _record_results_and_make_reply(self, row: int) -> None:
-        """
-        Records the results and the reward of a row's newest turn, and makes the reply to the turn.
-        """
+        """Records the results and reward of a row's newest turn, and makes the reply to it."""
         self.under_way.remove(row)
         episode = self.episodes[row]
         tool_messages = []
         for call, result in zip(episode.calls, episode.results, strict=False):
             text, error = _result_text_and_error(result)
-            text = self.box.codec.cut_to_tokens(text, self.box.context // RESULT_FRACTION)
+            text = self.box.codec.cut_to_tokens_with_note(text, self.box.context // RESULT_FRACTION)
             message = {"role": "tool", "name": call.name or "tool", "content": text}
             tool_messages.append(message)
             record = {
@@ -338,15 +331,14 @@ class Episodes:
         error = result.error
         if isinstance(error, BaseException):
             raised = describe_error_in_function(error, episode.worker.instance.get_reward)
-            raise ValueError(f"{episode.message_prefix} get_reward {raised}") from error
-        episode.turn_rewards.append(
-            _reward_as_number(episode.message_prefix, result.value, "a turn")
-        )
+            raise ValueError(f"{episode.error_prefix} get_reward {raised}") from error
+        episode.turn_rewards.append(_reward_as_number(episode.error_prefix, result.value, "a turn"))
 
     def _make_reply_or_end_reason(self, episode: Episode) -> list[int] | str:
         """
-        Returns the token ids up to the next turn. If there is no next turn, returns the reason,
-        "stop" or "turns".
+        The token ids up to the next turn, or "stop" or "turns" if there is no next turn.
+
+        "turns" means that the episode has reached the maximum number of turns.
         """
         if not episode.tool_messages:
             return "stop"
@@ -357,8 +349,10 @@ class Episodes:
 
     def _replace_late_workers(self) -> None:
         """
-        If a row's call takes too long, replaces the row's thread and environment, and continues the
-        episode.
+        Replaces the thread and environment of each row whose call takes too long.
+
+        The episode continues with an error as the result of the call. Raises ValueError if the call
+        is `get_reward`.
         """
         limit = self.box.settings.tool_timeout
         for row in list(self.under_way):
@@ -369,7 +363,7 @@ class Episodes:
                 continue
             if num_results == len(episode.calls):
                 raise ValueError(
-                    f"{episode.message_prefix} get_reward took longer than --tool-timeout "
+                    f"{episode.error_prefix} get_reward took longer than --tool-timeout "
                     f"{limit:g}; raise the limit or make the method faster"
                 )
             episode.worker = self.box.replace_worker(episode.environment, row)
@@ -384,7 +378,9 @@ class Episodes:
         Removes and returns the replies that are ready, by row.
 
         A reply consists of the token ids up to the next turn. If there is no next turn, the reply
-        is the reason, "stop" or "turns". wait: whether to wait until at least one reply is ready.
+        is the reason, "stop" or "turns".
+
+        wait: whether to wait until at least one reply is ready.
         """
         start = time.perf_counter()
         while True:
@@ -401,8 +397,9 @@ class Episodes:
 
     def _finish_done_turns(self, wait: bool) -> None:
         """
-        Finishes the turns whose calls are done. wait: whether to wait up to `POLL` seconds for the
-        first of these turns.
+        Finishes the turns whose calls are done.
+
+        wait: whether to wait up to `POLL` seconds for the first of these turns.
         """
         with contextlib.suppress(queue.Empty):
             while True:
@@ -414,10 +411,7 @@ class Episodes:
     # ---- results
 
     def collect_episode_rewards(self) -> None:
-        """
-        Sets each episode's reward to the value of `get_reward`, or to the sum of the rewards of its
-        turns.
-        """
+        """Sets each reward to the value of `get_reward`, or to the sum of the turns' rewards."""
         for episode in self.episodes:
             if episode.has_turn_rewards:
                 episode.reward = sum(episode.turn_rewards)
@@ -425,15 +419,13 @@ class Episodes:
             get_reward = getattr(episode.worker.instance, "get_reward", None)
             if episode.reward is None and get_reward:
                 value = episode.worker.run_or_raise(
-                    f"{episode.message_prefix} get_reward", get_reward
+                    f"{episode.error_prefix} get_reward", get_reward
                 )
                 if value is not None:
-                    episode.reward = _reward_as_number(episode.message_prefix, value, "an episode")
+                    episode.reward = _reward_as_number(episode.error_prefix, value, "an episode")
 
     def format_episode(self, row: int, end_reason: str) -> str:
-        """
-        Formats a row's conversation for people, followed by the reason why it ended and its reward.
-        """
+        """Formats a row's conversation for people, with its reward and the reason why it ended."""
         episode = self.episodes[row]
         end = f"[{end_reason}]"
         if episode.reward is not None:
@@ -445,19 +437,18 @@ class Episodes:
         self, samples: list[Any], weights: Mapping[str, float]
     ) -> list[Any]:
         """
-        Returns the rollout's samples with their conversations, turn rewards and reward arguments
-        added.
+        Copies of the samples with conversations, turn rewards and arguments for reward functions.
 
-        samples: a list of N `step.sample.Sample`. weights: each reward's weight, by the reward's
-        name; turn rewards are multiplied by the weight with the environment's name.
+        samples: a list of N `step.sample.Sample`. weights: the weight of each reward by name. Turn
+        rewards are multiplied by the weight that has the name of the environment's class.
         """
         self.collect_episode_rewards()
         has_turn_rewards = any(map(rewards_each_turn, self.box.environments.values()))
-        attached = []
+        completed = []
         for sample, episode in zip(samples, self.episodes, strict=True):
             instance = episode.worker.instance
             name = type(instance).__name__
-            text = ConversationText(sample.text)
+            text = TextWithMessages(sample.text)
             text.messages = episode.messages
 
             record: dict[str, Any] = {
@@ -479,5 +470,5 @@ class Episodes:
             sample = sample._replace(
                 text=text, columns=columns, conversation=record, turn_rewards=turn_rewards
             )
-            attached.append(sample)
-        return attached
+            completed.append(sample)
+        return completed

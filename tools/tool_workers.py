@@ -1,5 +1,5 @@
 """
-Threads that run the calls of tools and environments. Each call has a time limit.
+Threads that run calls of tools and environments. Each call has a time limit.
 
 Each worker is one thread, which makes its environment and runs all of the environment's methods.
 The coroutines of all workers share one event loop. Tools are the user's code and run in this
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rewards.functions import describe_error_in_function
-from rewards.rewards import await_any
+from rewards.rewards import wrap_in_coroutine
 
 PATIENCE = 1.0  # how many seconds a process waits for its tools before it ends
 WORKERS: "weakref.WeakSet[ToolWorker]" = weakref.WeakSet()
@@ -73,8 +73,9 @@ class ToolWorker:
 
     def call_and_await(self, fn: Callable[[], Any]) -> CallResult:
         """
-        Calls a function, and awaits its value if this is a coroutine. Only the worker's own thread
-        may call this method.
+        Calls a function, and awaits its value if this is a coroutine.
+
+        Only the worker's own thread may call this method.
         """
         start = time.monotonic()
         self.call_start = start
@@ -83,7 +84,9 @@ class ToolWorker:
         try:
             value = fn()
             if inspect.isawaitable(value):
-                task = asyncio.run_coroutine_threadsafe(await_any(value), _shared_event_loop())
+                task = asyncio.run_coroutine_threadsafe(
+                    wrap_in_coroutine(value), _shared_event_loop()
+                )
                 self.task = task
                 value = task.result()
         # BaseException includes SystemExit, which must end only this call
@@ -97,8 +100,8 @@ class ToolWorker:
         """
         Calls a function in the worker's thread and returns its value.
 
-        Raises ValueError if the call fails or takes too long. error_prefix: the beginning of the
-        error message.
+        Raises ValueError, whose message starts with `error_prefix`, if the call fails or takes too
+        long.
         """
         results: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
         self.jobs.put(lambda: results.put(self.call_and_await(fn)))
@@ -127,10 +130,10 @@ class ToolWorker:
 @contextlib.contextmanager
 def end_tool_threads_on_exit() -> Iterator[None]:
     """
-    A context manager that wraps a command and ends all tool threads before the process exits.
+    A context manager for a command, which ends all tool threads before the process exits.
 
     If a tool hangs, the process ends at once with its usual exit status. If Python exited normally
-    while a thread is inside MLX, the process would crash.
+    while a thread was inside MLX, the process would crash.
     """
     try:
         yield
@@ -147,7 +150,9 @@ def end_tool_threads_on_exit() -> Iterator[None]:
 
 def _exit_at_once(error: BaseException | None) -> None:
     """
-    Ends the process with the exit status that fits an error. error: None if there was no error.
+    Ends the process with the exit status for an error.
+
+    error: None if there was no error.
     """
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exc()
@@ -167,8 +172,9 @@ def _exit_at_once(error: BaseException | None) -> None:
 @contextlib.contextmanager
 def seed_random_temporarily(seed_text: str) -> Iterator[None]:
     """
-    A context manager that seeds `random` and `numpy.random` with a text, and restores their states
-    at the end.
+    Inside the `with` block, `random` and `numpy.random` are seeded with a text.
+
+    Their earlier states are restored at the end.
     """
     random_state = random.getstate()
     numpy_state = np.random.get_state()

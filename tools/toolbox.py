@@ -25,15 +25,18 @@ CONTEXT = 4096  # the maximum number of tokens in a conversation if --max-contex
 
 def max_conversation_tokens(settings: ToolSettings, model_limit: int) -> int:
     """
-    The maximum number of tokens in a conversation with tools. model_limit: the model's own maximum.
+    The maximum number of tokens in a conversation with tools.
+
+    model_limit: the model's own maximum.
     """
     return min(settings.max_context or CONTEXT, model_limit)
 
 
 class Toolbox:
     """
-    The tools and environments of a run, with the threads that call them. The threads are reused in
-    later rollouts.
+    The tools and environments of a run, with the threads that call them.
+
+    Later rollouts reuse the threads.
     """
 
     def __init__(
@@ -73,8 +76,9 @@ class Toolbox:
 
     def get_or_make_worker(self, environment_name: str, row: int) -> ToolWorker:
         """
-        Returns the thread for a row and an environment. The first call makes the thread and the
-        environment.
+        Returns the thread for a row and an environment.
+
+        The first call makes the thread and the environment.
         """
         if (environment_name, row) not in self.workers:
             worker = ToolWorker(self.settings.tool_timeout)
@@ -86,8 +90,9 @@ class Toolbox:
 
     def replace_worker(self, environment_name: str, row: int) -> ToolWorker:
         """
-        Replaces a row's thread and environment with new ones, because a call hangs in the old
-        thread.
+        Replaces a row's thread and environment with new ones and returns the new thread.
+
+        This is needed if a call hangs in the old thread.
         """
         self.workers.pop((environment_name, row)).end_after_current_job()
         return self.get_or_make_worker(environment_name, row)
@@ -104,8 +109,8 @@ class Toolbox:
         if name not in self.schemas:
             names = ", ".join(self.environments)
             raise ValueError(
-                f"the column environment contains {shorten_value(name)}; "
-                f"write the name of an environment in --env: {names}"
+                f"the column environment contains {shorten_value(name)}, but the environments in "
+                f"--env are {names}; write one of these names"
             )
         return name
 

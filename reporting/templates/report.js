@@ -1,5 +1,5 @@
 "use strict";
-// Text reaches the page by textContent alone, so none of it is ever markup.
+// Text is added to the page only through textContent, so no text is ever markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
 
@@ -31,7 +31,7 @@ if ("running" in root.dataset && minutes < STALE) {
     if (!isRead) location.reload();
   }, RELOAD * 1000);
 } else if ("running" in root.dataset) {
-  document.getElementById("live").textContent = "Nothing new since: it may have been killed.";
+  document.getElementById("live").textContent = "Nothing new since: the run may have been killed.";
 }
 for (const link of document.querySelectorAll("nav a")) {
   link.addEventListener("click", () => {

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 import gwen
 from disk import hub
-from kv_cache import AttentionLayout, KVCache, PartReaders, SlotCache, make_part_readers
+from kv_cache import AttentionMasks, KVCache, QueryRowsPerCacheRow, SlotCache, make_part_readers
 from layers import attention, lm_head, ops, softmax
 from machine import gpu
 from machine import kernels as machinery
@@ -315,12 +315,12 @@ def test_slot_attention_equals_its_formula(form, ratio, kv_heads, size, prompt_o
     mask, own_mask = np.ones((prompts, length), bool), np.ones((rows, width), bool)
     if masked:
         mask[0, : length - 8], own_mask[-1, :4], own_mask[0, 1] = False, False, False
-    layout = AttentionLayout(
+    layout = AttentionMasks(
         [
             make_part_readers(
                 prompt_of, prompts, mx.array(mask)[:, None, None] if masked else None
             ),
-            PartReaders(mask=mx.array(own_mask)[:, None, None] if masked else None),
+            QueryRowsPerCacheRow(mask=mx.array(own_mask)[:, None, None] if masked else None),
         ]
     )
     exact = [wide(x) for x in (queries, *held, *own)]

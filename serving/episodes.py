@@ -1,0 +1,567 @@
+"""
+The episodes of a rollout that an outside harness plays.
+
+The harness asks the endpoint for each turn of the model. A request contains the whole conversation
+so far, so its ids must begin with those of the earlier requests and replies; the rest is what the
+environment has said since. `ServedEpisodes` thus turns requests into the replies that the sampler
+(layers/turns.py) waits for, and turns of the sampler into replies to the requests. An episode ends
+when the harness reports its result. An episode that fails has an `error`, and does not disturb the
+others.
+
+This file does not cover HTTP (serving/endpoint.py), the process of the harness (serving/harness.py)
+or samples (step/player.py).
+
+Axes: N episodes.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+
+from rewards.rewards import LARGEST_REWARD
+from sampler import SamplingParams
+from serving.endpoint import CancelledRequest
+from serving.harness import POLL, Harness
+from serving.requests import FIXED_SETTINGS, OFF, GenerateRequest, PendingRequest, RefusedRequest
+
+# The first requests that arrive within this many seconds of each other are decoded together.
+GATHER_SECONDS = 0.5
+MOST_LOGPROB_DIFFERENCE = 1e-4  # between a log-probability and the one that the harness reports
+
+
+class Turn(NamedTuple):
+    """A turn of the model, as the harness was told it."""
+
+    ids: list[int]
+    logprobs: np.ndarray
+    limit: int | None  # the request's limit on the turn's tokens
+
+
+class EpisodeOutcome(NamedTuple):
+    """What the harness reports about an episode that has ended well."""
+
+    reward: float
+    metrics: dict[str, float]
+    messages: list[dict[str, Any]]  # the conversation after the prompt
+
+
+@dataclasses.dataclass(eq=False)
+class ServedEpisode:
+    """One episode of the harness."""
+
+    number: int  # the episode's name in messages to and from the harness
+    last_sign: float  # the time of the last sign of life, in seconds of `time.monotonic`
+    session: str = ""  # the name that the episode's requests contain; "" before its first sign
+    request: PendingRequest | None = None  # the request that has no reply yet
+    prompt: list[int] = dataclasses.field(default_factory=list)  # the ids of the first request
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+    # the ids between two turns; they are as many as the turns while a request waits
+    replies: list[list[int]] = dataclasses.field(default_factory=list)
+    num_sampled_turns: int = 0  # less than the turns if memory ran out and the row began again
+    end_reason: str = ""  # why the sampler can continue no more: "length" or "context"
+    outcome: EpisodeOutcome | None = None
+    error: str = ""  # why the episode cannot be used
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is expected of the harness."""
+        return self.outcome is not None or bool(self.error)
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids of the conversation that both sides know."""
+        ids = list(self.prompt)
+        for place, turn in enumerate(self.turns):
+            ids += turn.ids
+            if place < len(self.replies):
+                ids += self.replies[place]
+        return ids
+
+    @property
+    def own_positions(self) -> list[int]:
+        """The positions in `ids` of the tokens that the model wrote."""
+        positions: list[int] = []
+        begin = len(self.prompt)
+        for place, turn in enumerate(self.turns):
+            positions += range(begin, begin + len(turn.ids))
+            begin += len(turn.ids)
+            if place < len(self.replies):
+                begin += len(self.replies[place])
+        return positions
+
+
+class ServedEpisodes:
+    """
+    The episodes of a rollout. Implements `layers.turns.Conversation` for the rows of each wave.
+
+    A wave consists of episodes whose first requests have arrived about at the same time. Row r of
+    a wave is the episode `wave[r]`.
+    """
+
+    def __init__(
+        self,
+        harness: Harness,
+        num_episodes: int,
+        params: SamplingParams,
+        *,
+        context: int,
+        vocabulary_size: int,
+        timeout: float,
+    ):
+        """
+        params: the settings that every request must have or leave out. context: the most tokens of
+        a conversation. timeout: an episode fails if the harness gives no sign of it for so many
+        seconds.
+        """
+        self.harness = harness
+        self.params = params
+        self.context = context
+        self.vocabulary_size = vocabulary_size
+        self.timeout = timeout
+        self.wait_s = 0.0  # how many seconds the sampler has waited for the harness
+        now = time.monotonic()
+        self.last_event = now
+        self.episodes = [
+            ServedEpisode(harness.next_episode_number(), now) for _ in range(num_episodes)
+        ]
+        self._by_number = {episode.number: episode for episode in self.episodes}
+        self._by_session: dict[str, ServedEpisode] = {}
+        self._unannounced: dict[str, PendingRequest] = {}  # by session
+        self.wave: list[ServedEpisode] = []
+        self._has_begun = set[int]()  # the numbers of the episodes that are or were in a wave
+        self._ready: dict[int, list[int] | str] = {}  # by row of the wave
+        harness.endpoint.most_open = 2 * num_episodes
+        harness.endpoint.context = context
+
+    # ---- waves
+
+    def gather_wave(self) -> list[ServedEpisode]:
+        """
+        Waits for first requests, and makes the episodes that sent them the new wave.
+
+        The wave is empty if no further episode will send a first request.
+        """
+        while True:
+            self._handle_event(POLL)
+            open_episodes = [
+                episode
+                for episode in self.episodes
+                if not episode.is_over and episode.number not in self._has_begun
+            ]
+            arrived = [episode for episode in open_episodes if episode.request]
+            is_quiet = time.monotonic() - self.last_event > GATHER_SECONDS
+            if len(arrived) == len(open_episodes) or (arrived and is_quiet):
+                break
+            self._fail_silent_episodes()
+        self.wave = arrived
+        self._has_begun.update(episode.number for episode in arrived)
+        self._ready = {}
+        return arrived
+
+    def wait_for_results(self) -> None:
+        """Waits until each episode has an outcome or an error."""
+        while not all(episode.is_over for episode in self.episodes):
+            self._handle_event(POLL)
+            self._fail_silent_episodes()
+
+    def close(self) -> None:
+        """Cancels the episodes that are not over, and refuses all requests."""
+        self.harness.endpoint.most_open = 0
+        for episode in self.episodes:
+            if not episode.is_over:
+                self._fail(episode, "the rollout was interrupted")
+        for pending in self._unannounced.values():
+            pending.refuse("the rollout has ended", status=409)
+
+    # ---- methods that the sampler calls
+
+    def begin(self, rows: list[int]) -> None:
+        """
+        Rows begin. A row that begins again after memory ran out repeats the turns that the harness
+        knows.
+        """
+        for row in rows:
+            self.wave[row].num_sampled_turns = 0
+            self._ready.pop(row, None)
+            if self.wave[row].is_over:
+                self._ready[row] = "stop"
+
+    def turn_limit(self, row: int) -> int | None:
+        """The limit in the request for the row's next turn."""
+        episode = self.wave[row]
+        if episode.num_sampled_turns < len(episode.turns):
+            return episode.turns[episode.num_sampled_turns].limit
+        return episode.request.request.max_tokens if episode.request else None
+
+    def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray) -> None:
+        """Sends a turn to the harness."""
+        episode = self.wave[row]
+        number = episode.num_sampled_turns
+        episode.num_sampled_turns += 1
+        if number < len(episode.turns):
+            self._repeat_turn(row, number, ids)
+            return
+        self._answer(episode, ids, logprobs)
+
+    def _repeat_turn(self, row: int, number: int, ids: list[int]) -> None:
+        """Compares a turn that was sampled again with the one that the harness knows."""
+        episode = self.wave[row]
+        if ids != episode.turns[number].ids:
+            self._fail(episode, "memory ran out, and a turn could not be repeated exactly")
+        elif number < len(episode.replies):
+            self._ready[row] = episode.replies[number]
+
+    def end_row(self, row: int, ids: list[int], logprobs: np.ndarray, reason: str) -> None:
+        """Sends the unfinished turn of a row that has reached a limit to the harness."""
+        episode = self.wave[row]
+        episode.end_reason = reason
+        if ids:
+            self._answer(episode, ids, logprobs)
+        elif episode.request:
+            episode.request.refuse(self._explain_full_context(episode.request.request))
+            episode.request = None
+            episode.replies.pop()
+
+    def take_replies(self, wait: bool) -> dict[int, list[int] | str]:
+        """
+        Removes and returns the replies that are ready, by row.
+
+        A row gets the ids that the environment has added, or "stop" if its episode is over. wait:
+        whether to wait until at least one reply is ready.
+        """
+        start = time.perf_counter()
+        while True:
+            has_event = self._handle_event(POLL if wait and not self._ready else 0.0)
+            if has_event:
+                continue
+            self._fail_silent_episodes()
+            if self._ready or not wait:
+                break
+        if wait:
+            self.wait_s += time.perf_counter() - start
+        replies = self._ready
+        self._ready = {}
+        return replies
+
+    def _answer(self, episode: ServedEpisode, ids: list[int], logprobs: np.ndarray) -> None:
+        """Answers the episode's request with a turn."""
+        limit = None
+        if episode.request:
+            limit = episode.request.request.max_tokens
+            is_finished = ids[-1] in self.params.eos_ids
+            episode.request.answer(ids, logprobs.tolist(), "stop" if is_finished else "length")
+            episode.request = None
+        episode.turns.append(Turn(ids, logprobs, limit))
+        episode.last_sign = time.monotonic()
+
+    # ---- events of the harness
+
+    def _handle_event(self, timeout: float) -> bool:
+        """
+        Takes at most one event. Returns whether there was one.
+
+        Raises HarnessEnded if the harness has ended.
+        """
+        event = self.harness.take_event(timeout)
+        if event is None:
+            return False
+        self.last_event = time.monotonic()
+        if isinstance(event, PendingRequest):
+            self._receive_request(event)
+        elif isinstance(event, CancelledRequest):
+            self._receive_cancellation(event.pending)
+        else:
+            self._receive_message(event)
+        return True
+
+    def _receive_message(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        number = message.get("episode")
+        if kind not in ("session", "result"):
+            self.harness.refuse_message(message, "its type is neither session nor result")
+        if not self.harness.knows_episode_number(number):
+            self.harness.refuse_message(message, "Gwen has not asked for this episode")
+        self.harness.refuse_repeated_message(message)
+        assert isinstance(number, int)
+        episode = self._by_number.get(number)
+        if episode is None:  # the result of an episode of an earlier rollout, which was cancelled
+            return
+        episode.last_sign = time.monotonic()
+        if kind == "session":
+            self._receive_session(episode, message.get("session"))
+        else:
+            self._receive_result(episode, message)
+
+    def _receive_session(self, episode: ServedEpisode, session: Any) -> None:
+        """Connects the requests with a session's name to the episode."""
+        if not isinstance(session, str) or not session:
+            self._fail(episode, f"its session is {session!r:.40}, which is not a name")
+        elif episode.session and not episode.is_over:
+            self._fail(
+                episode,
+                "it has two sessions; only episodes with one agent and without retries are "
+                "supported",
+            )
+        elif not episode.is_over:
+            episode.session = session
+            self._by_session[session] = episode
+            pending = self._unannounced.pop(session, None)
+            if pending is not None:
+                self._accept_request(episode, pending)
+
+    def _receive_request(self, pending: PendingRequest) -> None:
+        session = pending.request.session
+        episode = self._by_session.get(session)
+        if episode is not None:
+            self._accept_request(episode, pending)
+        elif session in self._unannounced or len(self._unannounced) >= len(self.episodes):
+            pending.refuse(f"no episode has announced the session {session!r:.80}")
+        else:
+            self._unannounced[session] = pending
+
+    def _receive_cancellation(self, pending: PendingRequest) -> None:
+        """Ends the row of an episode whose request was given up, so that its slot is free."""
+        session = pending.request.session
+        if self._unannounced.get(session) is pending:
+            del self._unannounced[session]
+        episode = self._by_session.get(session)
+        if episode is not None and episode.request is pending:
+            self._fail(episode, "the harness closed the connection of a request")
+
+    def _receive_result(self, episode: ServedEpisode, message: dict[str, Any]) -> None:
+        """Stores the outcome of an episode, or the reason why it cannot be used."""
+        if episode.is_over:
+            return
+        try:
+            outcome = read_outcome(message)
+            refuse_other_ids(episode, message)
+        except ValueError as error:
+            self._fail(episode, str(error), is_playing=False)
+            return
+        episode.outcome = outcome
+        self._drop_request(episode, "the episode has ended")
+        self._end_row_of(episode)
+
+    def _fail(self, episode: ServedEpisode, error: str, is_playing: bool = True) -> None:
+        """
+        Ends an episode that cannot be used. is_playing: whether the harness still plays it.
+        """
+        episode.error = error
+        self._drop_request(episode, error)
+        self._end_row_of(episode)
+        if is_playing and not self.harness.has_ended:
+            self.harness.send({"type": "cancel", "episode": episode.number})
+
+    def _drop_request(self, episode: ServedEpisode, reason: str) -> None:
+        if episode.request:
+            episode.request.refuse(reason, status=409)
+            episode.request = None
+
+    def _end_row_of(self, episode: ServedEpisode) -> None:
+        """Ends the episode's row in the wave, unless it has ended at a limit."""
+        if episode in self.wave and not episode.end_reason:
+            self._ready[self.wave.index(episode)] = "stop"
+
+    def _fail_silent_episodes(self) -> None:
+        """Ends the episodes of which the harness has given no sign for too long."""
+        now = time.monotonic()
+        for episode in self.episodes:
+            if episode.is_over or episode.request:
+                continue
+            # an episode that has not begun may wait for the others
+            last_sign = episode.last_sign if episode.session else self.last_event
+            if now - last_sign > self.timeout:
+                self._fail(
+                    episode,
+                    f"the harness gave no sign of the episode for {self.timeout:g} s "
+                    "(--env-timeout)",
+                )
+
+    # ---- requests
+
+    def _accept_request(self, episode: ServedEpisode, pending: PendingRequest) -> None:
+        """Takes the ids that a request adds to the conversation, or refuses the request."""
+        episode.last_sign = time.monotonic()
+        try:
+            is_repeated = self._check_request(episode, pending.request)
+        except RefusedRequest as refusal:
+            pending.refuse(str(refusal), refusal.status)
+            return
+        if is_repeated:
+            turn = episode.turns[-1]
+            is_finished = turn.ids[-1] in self.params.eos_ids
+            pending.answer(turn.ids, turn.logprobs.tolist(), "stop" if is_finished else "length")
+            return
+        episode.request = pending
+        if not episode.prompt:
+            episode.prompt = pending.request.token_ids
+            return
+        reply = pending.request.token_ids[len(episode.ids) :]
+        episode.replies.append(reply)
+        # after memory ran out, the row may not have come to this turn yet
+        if episode.num_sampled_turns == len(episode.turns):
+            self._ready[self.wave.index(episode)] = reply
+
+    def _check_request(self, episode: ServedEpisode, request: GenerateRequest) -> bool:
+        """
+        Raises RefusedRequest unless the request continues the conversation of its episode.
+
+        Returns whether the request repeats the previous one, whose reply the client has lost.
+        """
+        if episode.is_over:
+            raise RefusedRequest(f"the episode has ended: {episode.error or 'its result is known'}")
+        if episode.request:
+            raise RefusedRequest(
+                "the episode's previous request has no reply yet; only one conversation at a time "
+                "is supported"
+            )
+        self._check_settings(request)
+        ids = request.token_ids
+        is_known = all(0 <= token_id < self.vocabulary_size for token_id in ids)
+        if not is_known:
+            raise RefusedRequest(f"token_ids has an id that is not below {self.vocabulary_size}")
+        if not episode.prompt:
+            if len(ids) >= self.context:
+                raise RefusedRequest(self._explain_full_context(request))
+            return False
+
+        known = episode.ids
+        if episode.turns and ids == known[: len(known) - len(episode.turns[-1].ids)]:
+            return True
+        if episode.end_reason or len(ids) >= self.context:
+            raise RefusedRequest(self._explain_full_context(request))
+        if ids[: len(known)] != known:
+            pairs = zip(ids, known, strict=False)
+            place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(known)))
+            raise RefusedRequest(
+                f"the request differs at token {place + 1} from the conversation so far, which has "
+                f"{len(known)} tokens; only conversations that grow at their ends are supported"
+            )
+        if len(ids) == len(known):
+            raise RefusedRequest("the request adds no token to the conversation so far")
+        return False
+
+    def _check_settings(self, request: GenerateRequest) -> None:
+        """Raises RefusedRequest if the request has other sampling settings than the run."""
+        for name in FIXED_SETTINGS:
+            given = request.settings.get(name)
+            value = float(getattr(self.params, name))
+            are_off = value in OFF.get(name, ()) and given in OFF.get(name, ())
+            if given is not None and not are_off and not math.isclose(given, value):
+                raise RefusedRequest(
+                    f"{name} is {given:g} in the request, but {value:g} in the run; leave it out"
+                )
+        others = sorted(set(request.stop_token_ids) - set(self.params.eos_ids))
+        if others:
+            raise RefusedRequest(
+                f"stop_token_ids has {others[:8]}, which do not end a turn in this run; name them "
+                "with --end-tokens"
+            )
+
+    def _explain_full_context(self, request: GenerateRequest) -> str:
+        # vLLM's words, by which clients recognize that a conversation has become too long
+        return (
+            f"This model's maximum context length is {self.context} tokens. However, the prompt "
+            f"has {len(request.token_ids)} tokens, or the conversation has used its --max-tokens."
+        )
+
+
+# ---- results
+
+
+def read_outcome(message: dict[str, Any]) -> EpisodeOutcome:
+    """
+    The outcome in a result of the harness.
+
+    Raises ValueError if the harness reports an error, or if a field is missing or has a wrong type.
+    """
+    error = message.get("error")
+    if error:
+        raise ValueError(f"{error}"[:500])
+    reward = message.get("reward")
+    if not _is_finite_number(reward):
+        raise ValueError(f"its reward is {reward!r:.40}, which is not a number")
+    metrics = message.get("metrics") or {}
+    if not isinstance(metrics, dict) or not all(map(_is_finite_number, metrics.values())):
+        raise ValueError(f"its metrics are {metrics!r:.80}; each must be a number")
+    messages = message.get("messages") or []
+    if not isinstance(messages, list) or not all(map(_is_chat_message, messages)):
+        raise ValueError(f"its messages are {messages!r:.80}; each must have a role and a content")
+    values = {str(name): float(value) for name, value in metrics.items()}
+    return EpisodeOutcome(float(reward), values, list(map(clean_message, messages)))
+
+
+def clean_message(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its role, text, name and tool calls, in the format of chat templates."""
+    cleaned: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
+    if isinstance(message.get("name"), str):
+        cleaned["name"] = message["name"]
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        cleaned["tool_calls"] = [
+            {"type": "function", "function": read_tool_call(call)} for call in calls
+        ]
+    return cleaned
+
+
+def read_tool_call(call: Any) -> dict[str, Any]:
+    """The name and the arguments of a tool call. Arguments that are not JSON become a text."""
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": arguments}
+    return {"name": str(function.get("name")), "arguments": arguments}
+
+
+def _is_finite_number(value: Any) -> TypeGuard[float]:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # a comparison, because `math.isfinite` fails on an integer that is too large for a float
+    return is_number and abs(value) <= LARGEST_REWARD
+
+
+def _is_chat_message(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    content = message.get("content")
+    return isinstance(message.get("role"), str) and (content is None or isinstance(content, str))
+
+
+def refuse_other_ids(episode: ServedEpisode, message: dict[str, Any]) -> None:
+    """
+    Raises ValueError if the result does not describe the conversation that was sampled.
+
+    The ids must be equal up to the last token that the model wrote, and so must be the positions of
+    the model's tokens. If the result has log-probabilities, they must be those that were sent.
+    """
+    if not episode.turns:
+        raise ValueError("it ended before the model's first turn")
+    own = episode.own_positions
+    ids = episode.ids[: own[-1] + 1]
+    reported_ids = message.get("token_ids")
+    if not isinstance(reported_ids, list) or reported_ids[: len(ids)] != ids:
+        raise ValueError("it reports other token ids than those of its requests and replies")
+    if message.get("own") != own:
+        raise ValueError("it reports other positions of the model's tokens")
+    reported_logprobs = message.get("logprobs")
+    if reported_logprobs is None:
+        return
+    logprobs = np.concatenate([turn.logprobs for turn in episode.turns])
+    if not _are_close(reported_logprobs, logprobs):
+        raise ValueError("it reports other log-probabilities than those of its replies")
+
+
+def _are_close(reported: Any, logprobs: np.ndarray) -> bool:
+    if not isinstance(reported, Sequence) or len(reported) != len(logprobs):
+        return False
+    if not all(map(_is_finite_number, reported)):
+        return False
+    return bool(np.abs(np.array(reported) - logprobs).max() <= MOST_LOGPROB_DIFFERENCE)

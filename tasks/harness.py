@@ -1,0 +1,118 @@
+"""
+The examples and the reward of a task whose episodes an outside harness plays.
+
+The harness lists its examples in its first message. An example has a `prompt`, which is a text or
+chat messages, and may have a `system` message, a `name`, an `answer` and a `category`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from prompts.examples import Example, shorten_value
+from rewards.rewards import UserReward
+from serving.harness import POLL, REWARD_NAME, Harness, HarnessEnded, get_or_start_harness
+from tasks.task import Task
+
+TEXT_COLUMNS = ("system", "name", "category")  # optional columns that are texts
+OTHER_COLUMNS = ("answer",)
+
+
+def load_harness_task(task: Task, command: str, timeout: float) -> Task:
+    """
+    The task with the harness that `command` starts, and with its examples and its reward.
+
+    timeout: the most seconds that the harness may take to list its examples.
+
+    Raises ValueError if the harness does not start, or lists no examples to train on.
+    """
+    harness = get_or_start_harness(command)
+    if harness.examples is None:
+        harness.examples = receive_examples(harness, timeout)
+    train, held_out = harness.examples["train"], harness.examples["held_out"]
+    return task._replace(
+        train=train,
+        held_out=held_out,
+        harness=harness,
+        notes=[
+            f"harness: {len(train)} examples to train on, {len(held_out)} held out; its output is "
+            f"in {harness.log}"
+        ],
+    ).with_reward(REWARD_NAME, make_harness_reward())
+
+
+def receive_examples(harness: Harness, timeout: float) -> dict[str, list[Example]]:
+    """Waits for the first message of a harness, and returns its examples by split."""
+    waited_s = 0.0
+    message = None
+    while message is None:
+        message = harness.take_event(POLL)
+        waited_s += POLL
+        if message is None and waited_s > timeout:
+            harness.close()
+            raise HarnessEnded(
+                f"--env-server {harness.command}: it listed no examples within {timeout:g} s "
+                f"(--env-timeout); its output is in {harness.log}"
+            )
+    if not isinstance(message, dict) or message["type"] != "ready":
+        harness.refuse_message(
+            message if isinstance(message, dict) else {}, "its first message must be `ready`"
+        )
+    examples = {}
+    for split in ("train", "held_out"):
+        rows = message.get(split)
+        if not isinstance(rows, list):
+            harness.refuse_message({split: rows}, f"{split} must be a list of examples")
+        examples[split] = [
+            read_example(harness, split, number, row) for number, row in enumerate(rows)
+        ]
+    if not examples["train"] and not examples["held_out"]:
+        harness.refuse_message(message, "it has no examples")
+    return examples
+
+
+def read_example(harness: Harness, split: str, number: int, row: Any) -> Example:
+    """An example of the harness, as the other tasks have it. Raises HarnessEnded if it is wrong."""
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    is_text = isinstance(prompt, str) and bool(prompt.strip())
+    if not is_text and not _are_chat_messages(prompt):
+        harness.refuse_message(
+            {split: row},
+            f"example {number} needs a prompt, either a text or chat messages with contents",
+        )
+    example: Example = {"prompt": prompt, "split": split, "number": number}
+    for name in TEXT_COLUMNS:
+        value = row.get(name)
+        if value is not None and not isinstance(value, str):
+            harness.refuse_message(
+                {name: value}, f"{name} of example {number} is not a text: {shorten_value(value)}"
+            )
+        example[name] = value
+    for name in OTHER_COLUMNS:
+        example[name] = row.get(name)
+    return example
+
+
+def _are_chat_messages(prompt: Any) -> bool:
+    """Whether a prompt is a list of chat messages with texts."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    for message in prompt:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            return False
+        if not isinstance(message.get("role"), str):
+            return False
+    return True
+
+
+def make_harness_reward() -> UserReward:
+    """The reward that the harness has computed. It also logs the harness's metrics."""
+
+    def environment(
+        environments: list[Any], earned: list[tuple[str, Any]], log_metric: Callable[..., None]
+    ) -> list[Any]:
+        for outcome in environments:
+            for name, value in outcome.metrics.items() if outcome else ():
+                log_metric(name, value)
+        return [value for _, value in earned]
+
+    return UserReward(REWARD_NAME, environment)

@@ -39,6 +39,7 @@ from prompts.examples import pick_evenly_spaced, shorten_value
 from settings.checks import check_settings
 from settings.sources import load_recipe, load_task_defaults, resolve_settings, settings_from_flags
 from text.printable import escape_invisible
+from text.wrapping import print_wrapped
 from tools import episodes, tool_workers
 from tools import toolbox as toolbox_module
 from tools.calls import TurnCodec
@@ -348,7 +349,7 @@ def chat_play_or_complete(args: argparse.Namespace) -> None:
         stop=sampler.StopTexts(args.stop, tokenizer) if args.stop else None,
     )
     opening, note = choose_opening_and_note(args)
-    print(escape_invisible(f"model: {name}, {reason}{note}"), file=sys.stderr)
+    print_wrapped(escape_invisible(f"model: {name}, {reason}{note}"), sys.stderr)
 
     if args.chat:
         side = ChatModel(

@@ -7,7 +7,7 @@ imports only the standard library and flags.py.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from flags import Setting, parse_stop_text_and_print_notes, setting
@@ -107,7 +107,8 @@ class DataSettings:
     verifier: str = setting(
         "",
         "how a completion is compared with the correct answer: auto, json, number, choice, "
-        "math, exact, marked, or your own function as FILE.py:fn",
+        "math, exact, marked, or your own function as FILE.py:fn; with --loss-type sft, "
+        "evaluations then also answer the held-out prompts",
         first=True,
         function=True,
     )
@@ -118,7 +119,11 @@ class DataSettings:
         file=True,
     )
     reward: list[str] = setting(
-        list, "your own reward functions, as FILE.py:fn,fn", first=True, file=True
+        list,
+        "your own reward functions, as FILE.py:fn,fn; with --loss-type sft, they only score the "
+        "answers in evaluations",
+        first=True,
+        file=True,
     )
     reward_weights: dict[str, float] = setting(
         dict, "weights of the rewards, for example correct=1,rubric=0.5", first=True
@@ -567,7 +572,7 @@ class Config:
 
         sizes_as_settings = sizes.as_settings() if sizes else {}
         for key, value in sizes_as_settings.items():
-            if self.objective.loss_type != "sft" or SETTINGS[key].used_by is None:
+            if self.objective.loss_type != "sft" or is_used_by_sft(key, values):
                 values[key] = value
         return values
 
@@ -599,6 +604,31 @@ def _list_settings() -> Iterator[Setting]:
 SETTINGS: dict[str, Setting] = {setting.key: setting for setting in _list_settings()}
 JUDGE = [key for key, setting in SETTINGS.items() if setting.group == "judge"]
 TOOLS = [key for key, setting in SETTINGS.items() if setting.group == "tools"]
+
+
+# The settings that --loss-type sft uses only if evaluations sample answers.
+ANSWER_SETTINGS = (
+    *("verifier", "reward", "reward_weights"),
+    *("max_tokens", "stop", "end_tokens", "rollout_batch_size"),
+)
+
+
+def samples_held_out_answers(settings: Mapping[str, Any]) -> bool:
+    """
+    Whether the evaluations of a run sample answers to the held-out prompts.
+
+    With --loss-type sft, they do so only if --verifier or --reward says how to score the answers.
+    """
+    if settings.get("loss_type") != "sft":
+        return True
+    return bool(settings.get("verifier") or settings.get("reward"))
+
+
+def is_used_by_sft(key: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a run with --loss-type sft and these settings uses the setting named `key`."""
+    if SETTINGS[key].used_by is None:
+        return True
+    return key in ANSWER_SETTINGS and samples_held_out_answers(settings)
 
 
 def is_user_function(setting_value: str) -> bool:

@@ -22,6 +22,7 @@ from flags import Parser, exit_on_mistakes, exit_with_error
 from layers import lm_head
 from machine import gpu, kernels, memory, versions
 from machine.output import guard_output
+from text import wrapping
 
 
 class ReportLine(NamedTuple):
@@ -113,12 +114,12 @@ def main(argv: list[str] | None = None) -> None:
         elif not is_good:
             mark = "BAD"
             has_problems = True
-        print(mark, line, flush=True)
+        wrapping.print_wrapped(f"{mark} {line}")
 
     # The table is made in a separate process, so that a crash does not hide the lines above.
     command = [sys.executable, str(Path(__file__).with_name("preflight.py")), "--fits"]
     table = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    print(table.stdout, end="")
+    print(wrapping.wrap_for_terminal(table.stdout), end="")
     if table.returncode:
         exit_with_error("the list of models that fit could not be made; see the lines above")
     if has_problems:

@@ -19,7 +19,14 @@ import cpu_blas  # noqa: F401  (before mlx)
 import gwen
 import judge
 import tasks
-from config import JUDGE, SETTINGS, TOOLS, Config, MemoryDependentSizes
+from config import (
+    JUDGE,
+    SETTINGS,
+    TOOLS,
+    Config,
+    MemoryDependentSizes,
+    samples_held_out_answers,
+)
 from disk import eval_record, model_choice, run_files
 from evaluation.measures import REFERENCE_TOKENS
 from evaluation.policy import load_policy, load_run_config_and_set_template_date
@@ -29,6 +36,7 @@ from evaluation.score_task import (
     answer_sampled_and_greedy,
     evaluate_loss_on_replies,
     evaluate_task,
+    join_loss_and_answers,
 )
 from flags import (
     Parser,
@@ -39,13 +47,15 @@ from flags import (
     flag_of,
     refuse_unwritable_file,
 )
-from machine import alive, memory
+from machine import memory
 from machine.output import guard_output
 from prompts.chats import encode_conversations
 from prompts.examples import hash_prompt_without_system, pick_evenly_spaced
 from settings.checks import check_settings
 from settings.sources import load_recipe, load_task_defaults, resolve_settings, settings_from_flags
 from step.loss import StepLoss
+from tasks.replies import load_replies
+from text import wrapping
 from text.printable import escape_invisible
 from tools.tool_workers import end_tool_threads_on_exit
 from tools.toolbox import make_toolbox
@@ -132,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
         if has_replies and args.run and not args.data:
             record = evaluate_sft_run(args, parser, adapter, start)
             line = eval_record.format_evaluation_line(record)
-            print(escape_invisible(f"{description}\n{line}"), file=sys.stderr)
+            print_to_stderr(f"{description}\n{line}")
             print_json_or_hint(record, as_json=args.json)
         else:
             evaluate_print_and_save(args, config, description, adapter, start)
@@ -182,7 +192,7 @@ def warn_if_trained_on_prompts(args: Namespace, task: tasks.Task) -> None:
             f"WARNING: cannot tell whether {args.run} was trained on prompts in --data "
             f"{args.data}, because of this error: {error}"
         )
-        print(escape_invisible(warning), file=sys.stderr)
+        print_to_stderr(warning)
         return
 
     trained = {hash_prompt_without_system(example) for example in train}
@@ -192,7 +202,7 @@ def warn_if_trained_on_prompts(args: Namespace, task: tasks.Task) -> None:
             f"WARNING: {args.run} was trained on {num_trained} of the {len(task.held_out)} prompts "
             f"in --data {args.data}."
         )
-        print(escape_invisible(warning), file=sys.stderr)
+        print_to_stderr(warning)
 
 
 # ---- the policy
@@ -298,12 +308,10 @@ def evaluate_print_and_save(
     print_to_stderr(eval_record.format_evaluation_line(record))
     cut_off = eval_record.cut_off_warning(record["eval/truncated_frac"], config.to_flags())
     if cut_off:
-        print(f"WARNING: {cut_off}.", file=sys.stderr, flush=True)
+        print_to_stderr(f"WARNING: {cut_off}.")
     try:
         if args.out:
-            lines = [json.dumps(answer, default=str) + "\n" for answer in answers]
-            with add_path_to_os_errors(f"--out {args.out}"):
-                args.out.write_text("".join(lines), encoding="utf-8")
+            write_answers(args.out, answers)
     finally:  # print the record even if the file could not be written
         print_json_or_hint(record, as_json=args.json)
     if policy.server:
@@ -355,7 +363,7 @@ def print_json_or_hint(record: dict[str, Any], *, as_json: bool) -> None:
 
 def print_to_stderr(text: str) -> None:
     """Prints text for the user to stderr, because stdout is reserved for the JSON record."""
-    wrapped = alive.wrap_for_terminal(escape_invisible(text), sys.stderr)
+    wrapped = wrapping.wrap_for_terminal(escape_invisible(text), sys.stderr)
     print(wrapped, file=sys.stderr, flush=True)
 
 
@@ -365,19 +373,31 @@ def evaluate_sft_run(
     """
     Evaluates a run with --loss-type sft on its held-out replies, and returns the record.
 
-    The record contains the loss, and equals the record that the run writes.
+    The record contains the loss, and equals the record that the run writes. If the run or a flag
+    says how to score answers, the model also answers the held-out prompts.
 
     Raises ValueError if a flag is given that has no effect on this evaluation.
     """
+    flags = settings_from_flags(args, OVERRIDABLE)
+    settings = load_recipe(run_files.find_config_file(args.run)) | flags
+    samples_answers = samples_held_out_answers(settings)
+    allowed = {"run", "step", "limit", "json"}
+    if samples_answers:
+        allowed |= {"samples", "temp", "seed", "out", *flags}
     for name, value in vars(args).items():
-        if value != parser.get_default(name) and name not in ("run", "step", "limit", "json"):
+        if value != parser.get_default(name) and name not in allowed:
             raise ValueError(
                 f"{flag_of(name)} {value} has no effect on the loss of {args.run} on its held-out "
                 f"replies; leave out {flag_of(name)}, or add --data FILE with problems to answer"
             )
-    config = check_settings(load_recipe(run_files.find_config_file(args.run)))
-    _, held_out = tasks.load_train_and_held_out(config, Path(args.run))
-    model, tokenizer, _ = load_policy(config.model.name, adapter, start, config.sampling.end_tokens)
+    config = check_settings(settings)
+    held_out_keys = tasks.read_held_out_keys(args.run)
+    _, held_out, task, notes = load_replies(config, held_out_keys)
+    if samples_answers:
+        print_to_stderr("\n".join(notes))
+    model, tokenizer, contains_base = load_policy(
+        config.model.name, adapter, start, config.sampling.end_tokens
+    )
     conversations = encode_conversations(
         pick_evenly_spaced(held_out, args.limit or config.evaluation.limit),
         "held-out",
@@ -387,7 +407,25 @@ def evaluate_sft_run(
     )
     token_budget = config.optimizer.train_token_budget or REFERENCE_TOKENS
     loss = StepLoss(config, MemoryDependentSizes(1, token_budget, 0))
-    return evaluate_loss_on_replies(model, loss, conversations, token_budget)
+    record = evaluate_loss_on_replies(model, loss, conversations, token_budget)
+    if task is None:
+        return record
+
+    answer = functools.partial(answer_sampled_and_greedy, model, tokenizer)
+    reference = model if contains_base else None
+    policy = Policy(answer, tokenizer, model.config, reference)
+    params = make_eval_params(args, config, task, policy)
+    answers_record, answers = evaluate_task(answer, task, params, reference=reference)
+    if args.out:
+        write_answers(args.out, answers)
+    return join_loss_and_answers(record, answers_record)
+
+
+def write_answers(path: Path, answers: list[dict[str, Any]]) -> None:
+    """Writes one line of JSON per problem to the file that --out names."""
+    lines = [json.dumps(answer, default=str) + "\n" for answer in answers]
+    with add_path_to_os_errors(f"--out {path}"):
+        path.write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from prompts import chat_template
 from settings.checks import check_settings
 from settings.sources import load_recipe
 from text.commands import is_run_from_checkout
+from text.wrapping import print_wrapped
 
 FEW_BITS = (4, 8)
 
@@ -139,7 +140,7 @@ def write_and_print_summary(args: argparse.Namespace, adapter: str) -> None:
         with name_out_in_write_errors(args.out):
             move_directory_or_contents(result_dir, args.out)
 
-        print(f"{args.out}: {summary}")
+        print_wrapped(f"{args.out}: {summary}")
         print_next_commands(args.out, args.export, can_publish="give them the whole" not in summary)
         if args.bits in FEW_BITS:
             rounded = next(args.out.glob("*.gguf"), args.out)
@@ -201,13 +202,13 @@ def print_next_commands(out: Path, export: str | None, can_publish: bool) -> Non
     name = shlex.quote(out.resolve().name)
     folder = f"~/.lmstudio/models/me/{name}"
     if export == "gguf":
-        print(f"for Ollama: ollama create {name} -f {path}/Modelfile && ollama run {name}")
-        print(f"for LM Studio: mkdir -p {folder} && cp {path}/*.gguf {folder}/")
+        print_wrapped(f"for Ollama: ollama create {name} -f {path}/Modelfile && ollama run {name}")
+        print_wrapped(f"for LM Studio: mkdir -p {folder} && cp {path}/*.gguf {folder}/")
     elif export is None:
-        print(f"for LM Studio on a Mac: mkdir -p {folder} && cp {path}/* {folder}/")
+        print_wrapped(f"for LM Studio on a Mac: mkdir -p {folder} && cp {path}/* {folder}/")
     if can_publish:
         upload = "uv run hf upload" if is_run_from_checkout() else "hf upload"
-        print(f"to publish the files: {upload} OWNER/{name} {path}", flush=True)
+        print_wrapped(f"to publish the files: {upload} OWNER/{name} {path}")
 
 
 # ---- the output directory

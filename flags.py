@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 from text.foreign_names import explain_foreign_name, load_foreign_names, suggest_name
 from text.printable import CONTROL, escape_and_redact_for_printing, escape_invisible
+from text.wrapping import wrap_for_terminal
 
 # ---- files that cannot be read or written
 
@@ -128,6 +129,7 @@ def exit_with_error(message: object, max_length: int = 900) -> NoReturn:
     """
     Print one line on stderr and end the process with exit status 2.
 
+    In a terminal, the line is wrapped to the terminal's width.
     message: a text or an error. For an OSError, the line names the file and advises what to do.
     max_length: a line with more characters than this is shortened in the middle.
     """
@@ -135,7 +137,10 @@ def exit_with_error(message: object, max_length: int = 900) -> NoReturn:
     line = escape_and_redact_for_printing(" ".join(text.split("\n")))
     if len(line) >= max_length:
         line = f"{line[: max_length - 300]} \u2026 {line[-250:]}"
-    print("error:", line, file=sys.stderr)
+    line = f"error: {line}"
+    if sys.stderr is not None and sys.stderr.isatty():
+        line = wrap_for_terminal(line, sys.stderr)
+    print(line, file=sys.stderr)
     sys.exit(2)
 
 

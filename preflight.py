@@ -32,15 +32,16 @@ from forecast.memory_estimate import (
 from forecast.time_estimate import (
     format_phase_times_and_advice,
     format_time_line,
+    list_chip_lines,
     list_fitting_model_lines,
 )
 from forecast.trial import audit_reward_functions, try_first_steps
-from machine import alive
 from machine.output import guard_output
 from rewards import audit
 from settings.sources import parse_flags, resolve_settings, settings_from_flags
 from step.effects import describe_settings_without_effect
 from step.objectives import load_and_try_custom_objective
+from text import wrapping
 from tools import toolbox
 
 
@@ -71,12 +72,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--fits", action="store_true", help="only list the models that this machine can train"
     )
+    parser.add_argument(
+        "--all-chips",
+        action="store_true",
+        help="also list the estimated time of a step on each Apple chip",
+    )
     args, train_flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     with exit_on_mistakes():
         check_minimums(args, prompt_tokens=1)
         line = ""
         for line in yield_report_lines(args, train_flags):
-            print(alive.wrap_for_terminal(line), flush=True)
+            wrapping.print_wrapped(line)
         if line.startswith(CHANGE + TOO_LARGE):
             sys.exit(1)
 
@@ -92,7 +98,7 @@ def yield_report_lines(args: argparse.Namespace, train_flags: list[str]) -> Iter
         flag = "--try" if args.trial else "--audit"
         raise ValueError(
             f"{flag} examines sampled answers and their rewards, but --loss-type sft does not "
-            f"sample answers; leave {flag} out"
+            f"train on sampled answers; leave {flag} out"
         )
     if args.audit:
         yield from list_reward_audit_lines(config)
@@ -101,7 +107,7 @@ def yield_report_lines(args: argparse.Namespace, train_flags: list[str]) -> Iter
         for line in try_first_steps(config):
             yield escape_invisible(line)
     else:
-        estimates = list(yield_estimate_lines(config, args.prompt_tokens))
+        estimates = list(yield_estimate_lines(config, args.prompt_tokens, all_chips=args.all_chips))
         yield f"{choice}; {args.prompt_tokens} prompt tokens"
         custom = load_and_try_custom_objective(config)
         yield from custom.notes
@@ -138,11 +144,14 @@ def list_reward_audit_lines(config: Config) -> list[str]:
     return lines
 
 
-def yield_estimate_lines(config: Config, prompt_tokens: int) -> Iterator[str]:
+def yield_estimate_lines(
+    config: Config, prompt_tokens: int, *, all_chips: bool = False
+) -> Iterator[str]:
     """
     Yield lines on the memory and time of a run, and a line of advice if it does not fit.
 
     prompt_tokens: the number of tokens in the longest prompts.
+    all_chips: whether to list the time of a step on each Apple chip.
     """
     model_choice.refuse_quantized_model(config.model.name)
     model = model_choice.load_config(config.model.name)
@@ -167,6 +176,8 @@ def yield_estimate_lines(config: Config, prompt_tokens: int) -> Iterator[str]:
     sizes = choose_sizes(run_demand)
     yield format_memory_line(run_demand, sizes)
     yield format_time_line(step_demand, sizes)
+    if all_chips:
+        yield from list_chip_lines(step_demand)
     yield format_phase_times_and_advice(step_demand)
     misfit = explain_memory_misfit(run_demand, sizes)
     if misfit:

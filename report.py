@@ -19,13 +19,16 @@ from machine.output import guard_output
 from prompts.examples import format_error
 from reporting import answers, page, paired, run_table, seeds, verdict
 from reporting.history import History, format_figure_before_after, headline_facts, load_history
+from reporting.terminal_table import fit_comparison, fit_table, format_table
+from text import wrapping
 from text.commands import command_prefix
 from text.printable import escape_and_redact_for_printing, escape_invisible
 
 # the errors that reading a record raises if figures are missing from the record
 DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError)
-MOST_CHARACTERS = 60  # a table shows at most this many characters of a setting's value
-# If a comparison is wider than this many characters, the command for a CSV table is printed too.
+MOST_CHARACTERS = 60  # the most characters of a setting's value that a table shows
+# A comparison that is wider than the terminal, or elsewhere wider than this, is followed by the
+# command for a CSV table.
 WIDEST = 160
 RUN_COLUMNS = [
     "run",
@@ -43,25 +46,15 @@ RUN_COLUMNS = [
 # ---- tables for the terminal
 
 
-def format_table(rows: list[list[str]]) -> str:
-    """Formats rows as a text table with aligned columns; the first row has the column names."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def format_run_comparison(paths: list[str]) -> str:
+def format_run_comparison(paths: list[str], width: int | None = None) -> str:
     """
     Returns a table of the differing settings, the figures, the costs and the warnings of runs.
 
     If one of the paths is a file with answers, the table compares the answers problem by problem.
+    width: the number of columns of the terminal; None stands for any width.
     """
     if len(paths) > 1 and any(Path(path).is_file() for path in paths):
-        return format_table(answers.make_answer_comparison_table(paths))
+        return fit_table(answers.make_answer_comparison_table(paths), width)
     if sum(len(seeds.run_dirs_of_seeds(path)) for path in paths) < 2:
         raise ValueError("--compare needs at least two runs, for example --compare runs/A runs/B")
 
@@ -84,11 +77,11 @@ def format_run_comparison(paths: list[str]) -> str:
     rows.append(["warnings", *(format_warning_names(run) for run in runs)])
     lines = seeds.describe_spreads_and_differences(groups)
     lines += paired.describe_paired_differences(groups)
-    table = format_table(rows)
-    if len(table.split("\n", 1)[0]) > WIDEST:
+    natural_table = format_table(rows)
+    if len(natural_table.split("\n", 1)[0]) > (width or WIDEST):
         names = " ".join(shlex.quote(path) for path in paths)
         lines.append(f"one row per run: {command_prefix('report.py')} --csv {names}")
-    return "\n".join([table, *lines])
+    return "\n".join([fit_comparison(rows, width), *lines])
 
 
 def rows_of_differing_settings(runs: list[History]) -> list[list[str]]:
@@ -133,8 +126,12 @@ def format_warning_names(run: History) -> str:
     return ", ".join(names) or "none"
 
 
-def format_run_list(*folders: str | Path) -> str:
-    """Returns a table of the runs in some directories, newest last, and a line per damaged run."""
+def format_run_list(*folders: str | Path, width: int | None = None) -> str:
+    """
+    Returns a table of the runs in some directories, newest last, and a line per damaged run.
+
+    width: the number of columns of the terminal; None stands for any width.
+    """
     paths: list[Path] = []
     for folder in folders:
         paths += Path(folder).glob("*/config.yaml")
@@ -154,7 +151,7 @@ def format_run_list(*folders: str | Path) -> str:
             )
         except (ValueError, OSError) as error:
             damaged.append(escape_and_redact_for_printing(str(error)))
-    return "\n".join([format_table(rows), *damaged])
+    return "\n".join([fit_table(rows, width), *damaged])
 
 
 def run_list_row(run: History) -> list[str]:
@@ -217,9 +214,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    width = wrapping.terminal_width()
     try:
         if args.list:
-            print(format_run_list(*args.runs or ["runs"]))
+            wrapping.print_wrapped(format_run_list(*args.runs or ["runs"], width=width))
             return
         if not args.runs:
             raise ValueError("no run is named; name one, such as runs/NAME, or use --list")
@@ -227,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
             write_or_print_csv(args.runs, args.out)
             return
         if args.compare:
-            print(format_run_comparison(args.runs))
+            wrapping.print_wrapped(format_run_comparison(args.runs, width))
             return
         write_page_and_print_path(args.runs, args.out, opens=args.open)
     except DAMAGE as error:
@@ -263,7 +261,7 @@ def write_page_and_print_path(runs: list[str], out: Path | None, *, opens: bool)
     lines = seeds.describe_spreads_and_differences(groups)
     lines += paired.describe_paired_differences(groups)
     for line in lines:
-        print(line)
+        wrapping.print_wrapped(line)
     print(path)
     if opens:
         page.open_page_in_browser(path)

@@ -42,7 +42,7 @@ from rewards import functions, rewards
 from step import effects, objectives, optimizers
 from step.loss import StepLoss
 from step.sample import Sample, mark_replayed_samples, sample_from_conversation
-from tasks import draws
+from tasks import draws, replies
 from tools import environment_state, episodes
 from tools.toolbox import make_toolbox
 
@@ -89,6 +89,8 @@ class Run:
     on_samples: SamplesHook | None = None  # see `apply_samples_hook`
     # the result of `names_of_parts_set_in_python` when the run was trained last
     saved_parts: dict[str, str] = {}  # noqa: RUF012  (never changed in place)
+    # what was changed when the run was resumed; None for a new run, and on all ranks but the first
+    changes: list[dict[str, Any]] | None = None
     allow_changes: bool = False  # whether the data and files of a resumed run may have changed
     holds_lock: bool = False  # whether this process has locked the run directory
     clock_now = staticmethod(time.monotonic)
@@ -246,7 +248,9 @@ class Run:
             with lora.use_initial_weights(self.model):
                 lora.save_adapter_or_full_weights(self.model, own_copy, self.config.model.name)
         has_paid_judge = self.judge is not None and self.judge.is_paid
-        self.journal = Journal(self.config, self.dir, self.step, keep_scores=has_paid_judge)
+        self.journal = Journal(
+            self.config, self.dir, self.step, keep_scores=has_paid_judge, changes=self.changes
+        )
 
     def apply_samples_hook(self, samples: list[Sample]) -> list[Sample]:
         """
@@ -498,16 +502,16 @@ class GrpoRun(Run):
     # the class attributes of environments without state; None after the warning about them
     _class_values: dict[str, str] | None
     _saved_prompts_state: Any = None  # the state of `prompts` in the checkpoint of a resumed run
+    _reported_effects: list[str] = []  # noqa: RUF012  (never changed in place)
 
     def __init__(self, config: Config, run_dir: Path):
         # the task is made before the model is loaded, because most mistakes are found in the task
         self.task = self._make_task(config, run_dir)
-        surprises = self._try_rewards_and_describe_surprises(config)
+        surprises = describe_surprising_rewards(config, self.task)
         self.custom = objectives.load_and_try_custom_objective(config)
-        self.ineffective = effects.describe_settings_without_effect(config, self.custom.loss)
         examples = self.task.train or self.task.held_out
         self.shared_messages, _ = chat_template.shared_opening_and_num_systems(examples)
-        print_lines([*self.task.notes, *surprises, *self.custom.notes, *self.ineffective])
+        print_lines([*self.task.notes, *surprises, *self.custom.notes])
 
         super().__init__(config, run_dir)
         self.toolbox = make_toolbox(
@@ -582,15 +586,6 @@ class GrpoRun(Run):
             )
         return task
 
-    def _try_rewards_and_describe_surprises(self, config: Config) -> list[str]:
-        """Calls the rewards with made-up completions. Returns a line for each surprising value."""
-        from rewards import audit
-
-        with alive.show_activity("trying the rewards"):
-            return world.compute_on_rank0(
-                lambda: list(audit.audit_user_rewards(self.task, config.data.reward_gate))
-            )
-
     def _try_environments(self, examples: list[Example]) -> None:
         """
         Makes two instances of each environment, and resets them.
@@ -652,11 +647,6 @@ class GrpoRun(Run):
         super().open_logs_and_record_inputs()
         if world.is_first() and self.config.data.path:
             tasks.record_held_out_keys_once(self.dir, self.task.held_out)
-        if self.ineffective:
-            text = "; ".join(self.ineffective)
-            self.journal.record_warning_once(
-                self.step, health.RunWarning("settings without effect", text)
-            )
 
         # the judge and the witness share one cache of scores
         grader_with_scores = self.judge or self.witness
@@ -741,8 +731,31 @@ class GrpoRun(Run):
     def check_parts_and_prepare_to_train(self) -> None:
         super().check_parts_and_prepare_to_train()
         self._saved_prompts_state = None
+        self._report_settings_without_effect()
         # an interrupted step or another run of this process may have changed the states
         environment_state.set_states(self.task.environments, self.environment_states)
+
+    def _report_settings_without_effect(self) -> None:
+        """
+        Prints and records which settings of the loss do not change the training.
+
+        The lines depend on `on_samples`, so they come when the training begins. A training that
+        continues prints them again only if they have changed.
+        """
+        may_replay = self.on_samples is not None
+        ineffective = effects.describe_settings_without_effect(
+            self.config, self.custom.loss, may_replay=may_replay
+        )
+        lines = list(ineffective)
+        if may_replay:
+            lines += effects.describe_effects_on_replayed_samples(self.config, self.custom.loss)
+        if lines != self._reported_effects:
+            print_lines(lines)
+        self._reported_effects = lines
+        if ineffective:
+            self.journal.record_warning_once(
+                self.step, health.RunWarning("settings without effect", "; ".join(ineffective))
+            )
 
     def snapshot_step_or_interrupt(self, step_metrics: dict[str, Any] | None = None) -> None:
         observe_step = getattr(self.prompts, "observe_step", None)
@@ -790,16 +803,23 @@ class GrpoRun(Run):
 
 
 class SftRun(Run):
-    """A run of supervised fine-tuning, which also has the conversations to learn."""
+    """
+    A run of supervised fine-tuning, which also has the conversations to learn.
+
+    If --verifier or --reward says how to score answers, evaluations also sample answers to the
+    held-out prompts.
+    """
+
+    task: tasks.Task | None = None  # the held-out prompts to answer; None if none is answered
 
     def __init__(self, config: Config, run_dir: Path):
         from prompts import chats
 
         path = config.data.path
         held_out_before = world.compute_on_rank0(lambda: tasks.read_held_out_keys(run_dir))
-        train, all_held_out, notes = chats.load_conversations(
-            path, config.data.columns, held_out_before
-        )
+        train, all_held_out, self.task, notes = replies.load_replies(config, held_out_before)
+        if self.task is not None:
+            notes = notes + describe_surprising_rewards(config, self.task)
         print_lines(notes)
         if config.evaluation.every and not all_held_out:
             raise ValueError(
@@ -825,15 +845,35 @@ class SftRun(Run):
         self.held_out = chats.encode_conversations(
             held_out, "held-out", self.tokenizer, self.model.config, thinking
         )
-        print_lines(held_out_warnings(config, train, held_out))
+        num_answers = self._prepare_to_sample_answers()
+        print_lines(held_out_warnings(config, train, held_out, num_answers))
 
         conversations = self.train + self.held_out
         self.longest = max(len(row.ids) for rows in conversations for row in rows)
         lengths = []
         for rows in self.train:
             lengths.append(sum(len(row.ids) for row in rows))
-        self.choose_sizes_and_make_learner(lengths)
+        self.choose_sizes_and_make_learner(lengths, most_rows=num_answers or USUAL_ROWS)
+        self.batch_size = BatchSize(self.sizes.rollout_batch_size)
         self.snapshot_step_or_interrupt()
+
+    def _prepare_to_sample_answers(self) -> int | None:
+        """
+        Checks the held-out prompts, and records what their scores depend on.
+
+        Returns the number of prompts that an evaluation answers, or None if it answers none.
+        Raises ValueError if a prompt is too long.
+        """
+        config = self.config
+        if self.task is None or not config.evaluation.every:
+            return None
+        problems = pick_evenly_spaced(self.task.held_out, config.evaluation.limit)
+        params = score_task.EvalParams.from_config(config)
+        params.encode_prompts(self.tokenizer, self.model.config.max_position_embeddings, problems)
+        self.sources |= digest_functions_and_files([config.data.verifier, *config.data.reward])
+        self.sources["held-out answers"] = checkpoint.digest_of_reprs(*self.task.held_out)
+        self.source_files = tuple(list_source_files(config, self.task))
+        return len(problems)
 
     def samples_for_next_step(self) -> list[Sample]:
         """The samples for the conversations of the next step. Each conversation is a group."""
@@ -850,12 +890,31 @@ class SftRun(Run):
         if world.is_first():
             tasks.record_held_out_keys_once(self.dir, self.all_held_out)
 
+    def snapshot_step_or_interrupt(self, step_metrics: dict[str, Any] | None = None) -> None:
+        if self.task is not None:
+            num_steps = self.config.optimizer.steps
+            rewards.set_step_of_user_rewards(self.task.rewards, self.step, num_steps)
+        super().snapshot_step_or_interrupt(step_metrics)
+
     def evaluate(self) -> None:
-        """Measures the loss on the held-out replies, and logs the result."""
+        """
+        Measures the loss on the held-out replies, and logs the result.
+
+        If answers can be scored, the model also answers the held-out prompts.
+        """
         record = score_task.evaluate_loss_on_replies(
             self.model, self.learner.loss, self.held_out, self.sizes.train_token_budget
         )
-        self.journal.record_evaluation_and_update_best(self.step, record, [])
+        answers: list[dict[str, Any]] = []
+        if self.task is not None:
+            answers_record, answers = score_task.evaluate_task(
+                functools.partial(score_task.answer_sampled_and_greedy, self.model, self.tokenizer),
+                self.task,
+                score_task.EvalParams.from_config(self.config, batch_size=self.batch_size),
+                reference=self.model if self.config.model.lora_rank else None,
+            )
+            record = score_task.join_loss_and_answers(record, answers_record)
+        self.journal.record_evaluation_and_update_best(self.step, record, answers)
 
 
 def make_run(config: Config, run_dir: Path) -> GrpoRun | SftRun:
@@ -865,15 +924,34 @@ def make_run(config: Config, run_dir: Path) -> GrpoRun | SftRun:
     return GrpoRun(config, run_dir)
 
 
+def describe_surprising_rewards(config: Config, task: tasks.Task) -> list[str]:
+    """Calls the rewards with made-up completions. Returns a line for each surprising value."""
+    from rewards import audit
+
+    def describe_surprises() -> list[str]:
+        """One line for each surprising value."""
+        return list(audit.audit_user_rewards(task, config.data.reward_gate))
+
+    with alive.show_activity("trying the rewards"):
+        return world.compute_on_rank0(describe_surprises)
+
+
 def print_lines(lines: list[str]) -> None:
     """Prints each line on the console."""
     for line in lines:
         print_line(line)
 
 
-def held_out_warnings(config: Config, train: list[Any], held_out: list[Any]) -> list[str]:
-    """Warnings if few problems are held out, or if held-out problems occur in the training data."""
-    too_few = warnings_of_few_held_out(len(held_out), config.to_flags())
+def held_out_warnings(
+    config: Config, train: list[Any], held_out: list[Any], num_answers: int | None = None
+) -> list[str]:
+    """
+    Warnings if few problems are held out, or if held-out problems occur in the training data.
+
+    num_answers: the number of problems that an evaluation answers; None stands for all of them.
+    """
+    num_problems = len(held_out) if num_answers is None else num_answers
+    too_few = warnings_of_few_held_out(num_problems, config.to_flags())
     return [*too_few, *tasks.warm_start_contamination_warnings(config, train, held_out)]
 
 

@@ -244,13 +244,14 @@ def create_or_update_run_dir(run: GrpoRun | SftRun, spec: RunSpec) -> str:
         old_value = state.extra["settings"].get(name, value)
         if value != old_value:
             print_line(f"after step {state.step}: {flag_of(name)} {value} (was {old_value!r})")
-    changes = run_changes.record_and_read_all_changes(
+    changes = run_changes.find_changes(
         run.dir,
         state.step,
         before=(state.extra["settings"], state.extra["sources"]),
         now=(run.config.to_flags(run.sizes), run.sources),
         training_only=run.training_only_sources,
     )
+    run.changes = changes
     comments = run_changes.format_yaml_comments(changes)
     run_files.write_settings_facts_and_code(
         comments + settings_text, run.dir, files, run.source_files, state.step
@@ -582,7 +583,7 @@ def _flag_that_needs_less_memory(run: Any, error: BaseException) -> str:
     """The flag with which the failed phase needs less memory or GPU time; "" if there is none."""
     phase = run.journal.phase
     sampling = run.config.sampling
-    is_sampled = run.config.objective.loss_type != "sft"
+    is_sampled = run.config.objective.loss_type != "sft" or run.task is not None
     if is_sampled and phase in ("rollout", "evaluating"):
         most_rows = sampling.batch * sampling.groups
         if phase == "evaluating":
@@ -714,10 +715,7 @@ def train_to_end(spec: RunSpec, loop: Loop, *, stop_if_hopeless: bool) -> Path:
     if world.compute_on_rank0(lambda: spec.is_finished):
         num_done = spec.state.step if spec.state else 0
         num_steps = spec.config.optimizer.steps
-        print(
-            f"the run {spec.path} is finished: {num_done} of {num_steps} steps are done",
-            flush=True,
-        )
+        print_line(f"the run {spec.path} is finished: {num_done} of {num_steps} steps are done")
         return Path(spec.path)
 
     is_new = spec.state is None
@@ -775,7 +773,8 @@ def train_one_run_per_seed(args: argparse.Namespace, flags: dict[str, Any], loop
 
     if world.is_first():
         groups = seeds.load_seed_groups([home])
-        print(*seeds.describe_spreads_and_differences(groups), sep="\n")
+        for line in seeds.describe_spreads_and_differences(groups):
+            print_line(line)
         print(f"page: {page.write_page(home)}")
     return home
 

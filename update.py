@@ -24,7 +24,17 @@ from layers import lm_head
 from machine import alive, gpu, kernels, world
 from step import optimizers, trust_region
 from step.batch import Batch, padding_fraction
-from step.loss import LOSS_PREFIX, MEASURED, BatchLoss, StepLoss, UpdateResult
+from step.loss import (
+    LOSS_PREFIX,
+    MEASURED,
+    MISMATCH,
+    NUM_OWN_TOKENS,
+    NUM_REPLAYED_TOKENS,
+    REPLAY_GAP,
+    BatchLoss,
+    StepLoss,
+    UpdateResult,
+)
 from step.trust_region import LEAST_SHARE, MOST_TRIES, SLACK, BoundedStep, MasterWeights
 
 # the run stops after this many failed updates in a row that a smaller loss scale cannot prevent
@@ -256,6 +266,8 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
             means[name] = max(values)
         else:
             means[name] = sum(values) / (num_iterations * num_counted_tokens)
+    if any(batch.is_replayed is not None for batch in batches):
+        means |= mean_gaps_with_replay(step_stats)
     return UpdateResult(
         lr,
         lr_scale,
@@ -312,6 +324,28 @@ def clip_gradient(gradient: Any, max_norm: float) -> tuple[Any, Any]:
     max_norm: 0 means no limit.
     """
     return optim.clip_grad_norm(gradient, max_norm or math.inf)
+
+
+def mean_gaps_with_replay(step_stats: list[dict[str, float]]) -> dict[str, float | None]:
+    """
+    The means of MISMATCH over the step's own tokens, and of REPLAY_GAP over the replayed tokens.
+
+    step_stats: the statistics of each optimizer step. A mean over no tokens is None.
+    """
+
+    def total(name: str) -> float:
+        return sum(stats.get(name, 0.0) for stats in step_stats)
+
+    num_own = total(NUM_OWN_TOKENS)
+    num_replayed = total(NUM_REPLAYED_TOKENS)
+    means: dict[str, float | None] = {}
+    for name in MISMATCH:
+        if not num_own:
+            means[name] = None
+        elif not name.endswith("_max"):
+            means[name] = total(name) / num_own
+    means[REPLAY_GAP] = total(REPLAY_GAP) / num_replayed if num_replayed else None
+    return means
 
 
 def compute_gradient(learner: Learner, batches: list[Batch]) -> GradientResult:

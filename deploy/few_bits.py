@@ -28,6 +28,7 @@ from prompts.examples import Example
 from step.batch import completion_hidden_states, make_batches
 from step.sample import Sample
 from text.printable import escape_invisible
+from text.wrapping import print_wrapped
 from tools import toolbox as toolbox_module
 
 # A warning is printed if rounding moves the model by more than this fraction of the distance that
@@ -89,10 +90,9 @@ def measure_and_print_quantization_cost(
         hub.find_model_directory(few_bits_path)
         assert run is not None
         task = tasks.make_task(config, held_out_keys=tasks.read_held_out_keys(run))
-        print(
+        print_wrapped(
             f"the model has been written; now measuring the effect of {bits} bits on held-out "
-            "problems (you may stop the measurement with Ctrl-C)",
-            flush=True,
+            "problems (you may stop the measurement with Ctrl-C)"
         )
         _, sampled, greedy = evaluate_and_print_model(config, task, sixteen_bit_directory, 16)
         model, _, _ = evaluate_and_print_model(config, task, few_bits_path, bits)
@@ -106,19 +106,19 @@ def measure_and_print_quantization_cost(
         )
         training_kl = measures.mean_kl_to_reference(base, sampled, 1.0)
     except ValueError as error:  # the model has already been written, so this is not fatal
-        print(escape_invisible(f"the effect of {bits} bits was not measured: {error}"))
+        print_wrapped(escape_invisible(f"the effect of {bits} bits was not measured: {error}"))
         return
 
     fraction = rounding_kl / max(training_kl, 1e-9)
     beginning = model_card.describe_initial_adapter(config.to_flags())
-    print(
+    print_wrapped(
         f"rounding to {bits} bits moved the model by {rounding_kl:.2g} nats per token, which is "
         f"{fraction:.2%} of the {training_kl:.2g} nats per token by which training moved the model"
         f"{beginning}; "
         f"{agreement:.1%} of the tokens in greedy answers are still the likeliest tokens"
     )
     if rounding_kl > TOO_MUCH * training_kl:
-        print(
+        print_wrapped(
             f"WARNING: rounding to {bits} bits changed the model by more than a third as much as "
             "training did; use more bits, or train longer"
         )
@@ -166,7 +166,7 @@ def evaluate_and_print_model(
     )
     params = score_task.EvalParams.from_config(config, toolbox=toolbox)
     record, _ = score_task.evaluate_task(answer_and_collect, task, params, grader=grader)
-    print(f"{bits} bits: {eval_record.format_evaluation_line(record)}", flush=True)
+    print_wrapped(f"{bits} bits: {eval_record.format_evaluation_line(record)}")
     sampled, greedy = answers
     return model, sampled, greedy
 

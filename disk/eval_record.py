@@ -52,7 +52,9 @@ def format_evaluation_line(record: dict[str, Any]) -> str:
 def _describe_problem_count(record: dict[str, Any]) -> str:
     """The number of problems in an evaluation, and the number of answers to each, as text."""
     num_problems = record["eval/num"]
-    noun = "conversation" if "eval/loss" in record else "problem"
+    # an evaluation that also sampled answers reports how many problems it answered
+    has_only_loss = "eval/loss" in record and "eval/known" not in record
+    noun = "conversation" if has_only_loss else "problem"
     if num_problems != 1:
         noun += "s"
     text = f"{num_problems} {noun}"

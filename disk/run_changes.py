@@ -6,11 +6,12 @@ from before and after such a change cannot be compared. This file does not decid
 be resumed after a change (checkpoint.py).
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from disk.run_files import JsonLinesLog, read_log
+from disk.run_files import read_log, write_text_atomically
 
 CHANGES = "changes.jsonl"
 HELD_OUT = "held-out problems"  # the name of the digest of the held-out problems
@@ -41,7 +42,7 @@ def read_changes(run_dir: Path) -> list[dict[str, Any]]:
     return list(read_log(run_dir / CHANGES))
 
 
-def record_and_read_all_changes(
+def find_changes(
     run_dir: Path,
     step: int,
     before: SettingsAndDigests,
@@ -49,20 +50,18 @@ def record_and_read_all_changes(
     training_only: Collection[str],
 ) -> list[dict[str, Any]]:
     """
-    Appends a record for each change since the checkpoint of `step`, and returns all records.
+    Returns the records up to `step`, and a new record for each change since its checkpoint.
 
     Each record contains the number of evaluations and held-out answers from before the change, if
-    the change affects what evaluations measure. Records of later steps are removed.
+    the change affects what evaluations measure. No file is written, because the resumed run may
+    still fail to begin: see `write_changes`.
 
     before, now: the settings, and the digests of the model, data and files, each by name.
     training_only: the names of the digests that do not affect evaluations.
     """
     if HELD_OUT not in before[1]:  # an older checkpoint; the data's digest covers these problems
         training_only = ()
-    path = run_dir / CHANGES
-    if path.exists():
-        JsonLinesLog(path).truncate_after(step)
-    records = read_changes(run_dir)
+    records = [record for record in read_changes(run_dir) if record["step"] <= step]
     values = _join_settings_and_digests(*before)
     values |= {record["setting"]: record["is"] for record in records}
     evaluations = [record for record in read_log(run_dir / "eval.jsonl") if record["step"] <= step]
@@ -77,9 +76,20 @@ def record_and_read_all_changes(
         is_digest = name in now[1]
         if (is_digest and name not in training_only) or name in MEASURE_SETTINGS:
             record |= {"evaluations": len(evaluations), "answers": num_answers}
-        JsonLinesLog(path).write(record)
         records.append(record)
     return records
+
+
+def write_changes(run_dir: Path, changes: Changes) -> None:
+    """
+    Replaces the records of a run by `changes`, or does nothing if these are the records already.
+
+    A run calls this function when it has recorded its first figures after a resume. A resume that
+    fails before that changes nothing, so it leaves no record.
+    """
+    if list(changes) != read_changes(run_dir):
+        lines = [json.dumps(change, allow_nan=False) + "\n" for change in changes]
+        write_text_atomically(run_dir / CHANGES, "".join(lines))
 
 
 def _join_settings_and_digests(

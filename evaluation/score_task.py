@@ -338,6 +338,22 @@ def answer_sampled_and_greedy(
 
 # ---- the evaluation of given replies
 
+# the figures of `evaluate_loss_on_replies` that a record of sampled answers does not replace
+LOSS_FIGURES = ("eval/loss", "eval/loss_ci95", "eval/perplexity", "eval/losses")
+
+
+def join_loss_and_answers(
+    loss_record: dict[str, Any], answers_record: dict[str, Any]
+) -> dict[str, Any]:
+    """
+    Joins the records of `evaluate_loss_on_replies` and `evaluate_task` for one evaluation.
+
+    A figure that both records have, such as the entropy, is that of the sampled answers.
+    """
+    losses = {name: loss_record[name] for name in LOSS_FIGURES}
+    seconds = loss_record["eval/s"] + answers_record["eval/s"]
+    return answers_record | losses | {"eval/s": seconds}
+
 
 def evaluate_loss_on_replies(
     model: gwen.Model,

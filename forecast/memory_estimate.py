@@ -25,7 +25,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import gwen
-from config import Config, MemoryDependentSizes, ModelSettings
+from config import Config, MemoryDependentSizes, ModelSettings, samples_held_out_answers
 from disk import checkpoint, hub, model_choice
 from forecast.row_memory import (
     ROOM,
@@ -270,7 +270,7 @@ def rollout_phase_bytes(demand: RunDemand, rows_at_once: int) -> int:
     rows_at_once: the number of completions that are sampled at the same time.
     """
     if demand.is_sft:
-        return 0
+        return _evaluation_bytes_of_replies(demand, rows_at_once)
     cache_bytes, working_bytes = rollout_bytes(
         demand.model,
         demand.dtype,
@@ -280,6 +280,20 @@ def rollout_phase_bytes(demand: RunDemand, rows_at_once: int) -> int:
         rows_at_once,
     )
     return cache_bytes + working_bytes
+
+
+def _evaluation_bytes_of_replies(demand: RunDemand, rows_at_once: int) -> int:
+    """
+    Return the bytes that sampling held-out answers needs with --loss-type sft, or 0 without it.
+
+    The lengths of the conversations stand for the lengths of their prompts, which are shorter.
+    """
+    config = demand.config
+    if not samples_held_out_answers(config.to_flags()) or not config.evaluation.every:
+        return 0
+    max_tokens = config.sampling.max_tokens
+    lengths = demand.prompt_lengths
+    return sum(rollout_bytes(demand.model, demand.dtype, lengths, 1, max_tokens, rows_at_once))
 
 
 def judging_phase_bytes(demand: RunDemand) -> int:

@@ -158,19 +158,16 @@ def format_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
     Return a line with the bytes that a step reads, its FLOPs, and its estimated time.
 
     With a GPU, the time is for this machine. Without a GPU, the line contains the times with 16-bit
-    weights on all Apple chips that are sold with enough memory.
+    weights on the base chips of Apple's Macs that have enough memory, or if none has, for
+    the other chips that have enough.
     """
     if gpu.on_gpu():
-        all_chips = [chips.look_up_or_measure_chip()]
-        fitting_chips = all_chips
+        fitting_chips = [chips.look_up_or_measure_chip()]
+        note = "an estimate that nobody has checked on a Mac; other chips: --all-chips"
     else:
-        demand = demand._replace(dtype=mx.float16)
-        sizes = choose_sizes(demand)
-        need = estimate_memory(demand, sizes).peak_bytes
-        all_chips = chips.load_chips()
-        fitting_chips = [
-            chip for chip in all_chips if gpu_memory_limit(max(chip.memory) << 30) >= need
-        ]
+        demand, sizes, fitting_chips = _find_chips_with_enough_memory(demand)
+        note = "an estimate that nobody has checked on a Mac; all chips: --all-chips"
+        fitting_chips = [chip for chip in fitting_chips if chip.is_base] or fitting_chips
 
     costs = estimate_phase_costs(demand, sizes)
     num_bytes = sum(cost.bytes for cost in costs.values())
@@ -180,13 +177,35 @@ def format_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
         seconds = format_two_digits(chips.estimate_step_seconds(costs, chip))
         times.append(f"{chip.name} {seconds} s")
     times_text = ", ".join(times) or "no chip has enough memory"
-    note = "an estimate that nobody has checked on a Mac"
-    if len(fitting_chips) < len(all_chips):
-        note += "; other chips have less memory"
     return (
         f"a step in {8 * demand.dtype.size} bits: {num_bytes / 1e9:.0f} GB of weights and caches "
         f"read, {flops / 1e12:.1f} TFLOP: {times_text} ({note})"
     )
+
+
+def list_chip_lines(demand: RunDemand) -> Iterator[str]:
+    """Yield a table of Apple's chips, with the estimated time of a step in 16 bits on each."""
+    demand, sizes, fitting_chips = _find_chips_with_enough_memory(demand)
+    costs = estimate_phase_costs(demand, sizes)
+    yield f"{'chip':8}  seconds a step in 16 bits"
+    for chip in chips.load_chips():
+        text = "not sold with enough memory"
+        if chip in fitting_chips:
+            text = format_two_digits(chips.estimate_step_seconds(costs, chip))
+        yield f"{chip.name:8}  {text}"
+
+
+def _find_chips_with_enough_memory(
+    demand: RunDemand,
+) -> tuple[RunDemand, MemoryDependentSizes, list[chips.Chip]]:
+    """Return the demand and the sizes in 16 bits, and the chips sold with enough memory."""
+    demand = demand._replace(dtype=mx.float16)
+    sizes = choose_sizes(demand)
+    need = estimate_memory(demand, sizes).peak_bytes
+    fitting_chips = [
+        chip for chip in chips.load_chips() if gpu_memory_limit(max(chip.memory) << 30) >= need
+    ]
+    return demand, sizes, fitting_chips
 
 
 def format_phase_times_and_advice(demand: RunDemand) -> str:

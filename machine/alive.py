@@ -7,10 +7,7 @@ updates the bars and writes the lines. The lines that a run prints are in report
 """
 
 import contextlib
-import re
-import shutil
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -21,12 +18,6 @@ from tqdm.auto import tqdm
 # The longest time without output, in seconds. An activity that takes less time prints nothing.
 MAX_SILENCE_IN_TERMINAL = 8.0
 MAX_SILENCE_ELSEWHERE = 40.0  # in a file, or in a pipe, for example to `tee`
-
-# Patterns for the parts of a line that must not be broken.
-FIGURE = r"[^| ][^|]*"  # one figure in a line whose figures are separated by " | "
-
-# a command to copy, or a flag and the first character of its value
-COMMAND_OR_FLAG = r"uv run .*?(?=[;,] |$)|--[a-z-]+ \S"
 
 # The bars of the activities in progress, innermost last. Each key is the `id` of a bar, because
 # tqdm bars are compared by their positions on the screen.
@@ -142,42 +133,6 @@ def show_activity(activity: str) -> Bar:
 
 
 # ---- text
-
-
-def wrap_for_terminal(text: str, file: Any = None) -> str:
-    """
-    The text, with long lines wrapped if `file` (by default stdout) is a terminal.
-
-    Lines are broken at spaces, but not inside a figure, inside a command that the user may copy, or
-    between a flag and its value.
-    """
-    if not (file or sys.stdout).isatty():
-        return text
-    width = shutil.get_terminal_size().columns
-    lines = []
-    for line in text.split("\n"):
-        lines.append(line if len(line) <= width else _wrap_line(line, width))
-    return "\n".join(lines)
-
-
-def _wrap_line(line: str, width: int) -> str:
-    unbreakable = FIGURE if " | " in line else COMMAND_OR_FLAG
-    protected = re.sub(unbreakable, _make_spaces_non_breaking, line)
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    # A command that is longer than the terminal's width is not wrapped here.
-    wrapped = textwrap.fill(
-        protected,
-        width,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    return wrapped.replace("\xa0", " ")
-
-
-def _make_spaces_non_breaking(match: re.Match[str]) -> str:
-    """The matched text, with its spaces replaced by non-breaking spaces."""
-    return match[0].replace(" ", "\xa0")
 
 
 def format_duration(seconds: float) -> str:

@@ -33,6 +33,11 @@ class Chip(NamedTuple):
     tflops: float  # the speed of 16-bit matmuls, in TFLOP/s
     memory: list[int]  # the memory sizes, in GB, of machines with this chip
 
+    @property
+    def is_base(self) -> bool:
+        """Whether this is the smallest chip of its generation, such as M4 beside M4 Pro."""
+        return " " not in self.name
+
 
 def load_chips() -> list[Chip]:
     """Apple's chips, read from the table in data/chips.yaml."""

@@ -12,7 +12,11 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from prompts import chat_template
-from prompts.data import check_and_clean_template_variables, check_system_and_category
+from prompts.data import (
+    check_and_clean_template_variables,
+    check_system_and_category,
+    read_prompt_example,
+)
 from prompts.examples import Example, shorten_value
 from prompts.held_out import load_training_and_held_out
 from prompts.messages import (
@@ -24,6 +28,7 @@ from prompts.messages import (
     looks_like_conversation,
     read_messages,
     read_tool_schemas,
+    remove_thought,
 )
 
 # The end of a prompt for a model that can think but should not.
@@ -39,6 +44,7 @@ COLUMNS = (
     "split",
     "chat_template_kwargs",
 )
+PROBLEM = "problem"  # the key under which a conversation keeps the problem to answer
 
 
 class TrainingRow(NamedTuple):
@@ -52,21 +58,60 @@ class TrainingRow(NamedTuple):
 
 
 def load_conversations(
-    spec: str, columns: str | None, held_out_keys: Collection[str] = ()
+    spec: str,
+    columns: str | None,
+    held_out_keys: Collection[str] = (),
+    *,
+    with_problems: bool = False,
 ) -> tuple[list[Any], list[Any], list[str]]:
     """
     Loads the training conversations, the held-out conversations, and notes on how they were read.
 
-    The parameters are the same as in `load_training_and_held_out`.
+    with_problems: whether each conversation keeps, under the key PROBLEM, the problem that
+    `make_problem` makes of it. The other parameters are the same as in
+    `load_training_and_held_out`.
     """
     return load_training_and_held_out(
         spec,
         None,
         columns,
-        read_conversation_example,
-        used_columns=COLUMNS,
+        _read_conversation_and_problem if with_problems else read_conversation_example,
+        # a reward may read any column, so with problems no column is unread here
+        used_columns=() if with_problems else COLUMNS,
         held_out_keys=held_out_keys,
     )
+
+
+def _read_conversation_and_problem(example: Example) -> Example:
+    """Reads a row's conversation, and keeps the problem that is made of the row."""
+    conversation = read_conversation_example(example)
+    return conversation | {PROBLEM: make_problem(example, conversation)}
+
+
+def make_problem(example: Example, conversation: Example) -> Example | None:
+    """
+    Makes a problem of a row: a prompt for the model to answer, the right answer and other columns.
+
+    The prompt is what comes before the last reply that is trained. The right answer is the row's
+    column `answer`, or else this reply without its thought. Returns None if the conversation uses
+    tools, because no tool is called in an evaluation.
+
+    conversation: what `read_conversation_example` returns for the row.
+    """
+    messages = conversation["prompt"] + conversation["completion"]
+    has_tool_calls = any("tool_calls" in message for message in messages)
+    if conversation["tools"] or has_tool_calls:
+        return None
+    place = max(
+        index
+        for index in range(len(conversation["prompt"]), len(messages))
+        if _is_trained_reply(messages[index])
+    )
+    not_kept = {*CONVERSATIONS, "prompt", "completion", "system", "tools", "split"}
+    columns = {name: value for name, value in example.items() if name not in not_kept}
+    if example.get("answer") is None:
+        columns["answer"] = remove_thought(messages[place]["content"]) or None
+    return read_prompt_example({"prompt": messages[:place]} | columns)
 
 
 def read_conversation_example(example: Example) -> Example:

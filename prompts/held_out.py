@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any
 
+from config import samples_held_out_answers
 from prompts.data import load_data
 from prompts.examples import Example, hash_prompt_without_system, shorten_value
 from prompts.files import SPLITS
@@ -182,7 +183,7 @@ def advice_on_holding_out_more(num_held_out: int, settings: dict[str, Any]) -> s
     if settings.get("eval_limit") == num_held_out:
         fix = "a higher --eval-limit"
     advice = f"hold out more with {fix}"
-    if settings.get("loss_type") != "sft":
+    if samples_held_out_answers(settings):
         advice += ", or sample more answers to each problem"
     return advice
 
@@ -202,7 +203,7 @@ def warnings_of_few_held_out(
             "held-out problems are not evaluated (--eval-every 0), so the run will have no verdict"
         ]
     advice = advice_on_holding_out_more(num_held_out, settings)
-    if settings.get("loss_type") == "sft":
+    if not samples_held_out_answers(settings):
         if not 0 < num_held_out < LEAST_CONVERSATIONS:
             return []
         return [

@@ -6,8 +6,10 @@ evidence for the advice, which comes from difference.py, answer_changes.py and h
 """
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
+from config import samples_held_out_answers
 from prompts.held_out import LEAST_CONVERSATIONS, advice_on_holding_out_more
 from reporting import health
 from reporting.difference import BETTER, FEW, SAME, WORSE, MeanChange
@@ -33,10 +35,24 @@ NONE_RIGHT = (
     "that. First train the model on right answers with --loss-type sft (docs/warm-start.md). If "
     "right answers are counted as wrong, supply a verifier with --verifier FILE.py:fn"
 )
+NONE_RIGHT_AFTER_REPLIES = (
+    "No answer was right before or after training. Read the answers. If they are still unlike the "
+    "replies in the data, train longer (--steps) or try three times the current --learning-rate. "
+    "If right answers are counted as wrong, supply a verifier with --verifier FILE.py:fn"
+)
 TOO_FAR = (
     "Try a quarter of the current --learning-rate, a larger --batch or a different reward. Earlier "
     "states of the model are in checkpoints/"
 )
+REPLIES_TOO_FAR = (
+    "Try fewer --steps, a quarter of the current --learning-rate, or replies like the answers that "
+    "the verifier accepts. Earlier states of the model are in checkpoints/"
+)
+
+
+def is_supervised(settings: Mapping[str, Any]) -> bool:
+    """Whether the run learned given replies, so that no reward was trained."""
+    return settings.get("loss_type") == "sft"
 
 
 def suggest_next_step(
@@ -88,7 +104,7 @@ def advise_on_change(
     if run.figure_name == "accuracy":
         accuracies = [run.evals[0]["eval/accuracy"], last["eval/accuracy"]]
         if not any(accuracies):
-            return NONE_RIGHT
+            return NONE_RIGHT_AFTER_REPLIES if is_supervised(run.settings) else NONE_RIGHT
     if change.outcome == SAME and lone_reward_change:
         return REWARD_ALONE_ROSE if lone_reward_change == BETTER else TOO_FAR
     if change.outcome in (SAME, FEW):
@@ -99,7 +115,9 @@ def advise_on_change(
     if change.outcome == FEW:
         return advise_on_few_problems(run, change, lone_reward_change, reward_fix)
     if change.outcome == WORSE:
-        return TOO_FAR
+        return REPLIES_TOO_FAR if is_supervised(run.settings) else TOO_FAR
+    if change.outcome == SAME and is_supervised(run.settings):
+        return "Try more --steps, or replies that show how to reach the right answer"
     if change.outcome == SAME:
         return (
             "Try more --steps, problems that the model solves only sometimes, or a reward that "
@@ -169,7 +187,8 @@ def advise_on_using_the_model(run: History) -> str:
     directory = shell_quoted_dir(run)
     chat = command_prefix_with_extras(settings, "chat.py")
     advice = f"Chat with the model: {chat} --run {directory} --chat --temp 0"
-    if run.figure_name == "loss" and settings.get("lora_rank"):
+    has_learned_replies = is_supervised(settings) or run.figure_name == "loss"
+    if has_learned_replies and settings.get("lora_rank"):
         model = shlex.quote(str(settings.get("model")))
         start = f"--model {model} --init-adapter {directory}"
         train = command_prefix_with_extras(settings)
@@ -187,6 +206,11 @@ def suggest_reward_fix(
 
     verifier_is_default: whether the user supplied a reward but no verifier.
     """
+    if is_supervised(settings):  # no reward was trained, so none can have been gamed
+        return (
+            "Read the answers. If right answers are counted as wrong, supply a verifier with "
+            "--verifier FILE.py:fn"
+        )
     options = []
     if not settings.get("beta"):
         options.append("--beta 0.05")
@@ -243,7 +267,7 @@ def command_to_evaluate_before_and_after(
     evaluate = f"{command_prefix_with_extras(settings, 'evaluate.py')} --run {quoted_run_dir}"
     if num_samples is not None:
         evaluate += f" --samples {num_samples}"
-    if settings.get("loss_type") == "sft":
+    if not samples_held_out_answers(settings):
         return f"{evaluate} --step 0 && {evaluate}"
     before = f"{quoted_run_dir}/before.jsonl"
     after = f"{quoted_run_dir}/after.jsonl"

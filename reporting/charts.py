@@ -204,6 +204,8 @@ def label_by_metric(run: History, chart: ChartDefinition) -> dict[str, str]:
     """Returns the metrics of a run that a chart shows, each with the label of its curve."""
     if chart.title == "Held-out":
         return {f"eval/{name}": name for name in (run.figure_name, "greedy", "witness")}
+    if chart.title == "Loss" and run.figure_name != "loss":
+        return chart.keys | {"eval/loss": "held-out"}
     if chart.title not in PREFIXES:
         return chart.keys
 

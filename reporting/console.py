@@ -2,7 +2,7 @@
 Prints lines of a run in the terminal, above one live line with the phase, speed and time left.
 
 The live line appears only if the output is a terminal. This file does not cover which lines a run
-prints (journal.py) or how long lines are wrapped (machine/alive.py).
+prints (journal.py) or how long lines are wrapped (text/wrapping.py).
 """
 
 import sys
@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from config import Config
 from machine import alive
+from text import wrapping
 from text.printable import escape_and_redact_for_printing
 
 PHASES = {
@@ -33,7 +34,7 @@ def print_line(line: str, file: TextIO | None = None) -> None:
     the width of the terminal.
     """
     file = sys.stdout if file is None else file
-    tqdm.write(alive.wrap_for_terminal(escape_and_redact_for_printing(line), file), file=file)
+    tqdm.write(wrapping.wrap_for_terminal(escape_and_redact_for_printing(line), file), file=file)
     file.flush()
     alive.record_print_time()
 

@@ -135,6 +135,12 @@ def advise_on_cut_off_answers(
     was_low = bool(first) and max(first) <= eval_record.MAX_CUT_OFF
     if newest > eval_record.MAX_CUT_OFF and was_low:
         limit = eval_record.token_limit_flags(settings)
+        if settings.get("loss_type") == "sft":
+            return (
+                f"{newest:.0%} of the answers are now cut off at {limit}, compared with "
+                f"{max(first):.0%} at the start. Read some of them in eval_answers.jsonl: if the "
+                "answers are useful, raise --max-tokens"
+            )
         return (
             f"{newest:.0%} of the answers are now cut off at {limit}, compared with "
             f"{max(first):.0%} at the start. Read some of them in rollouts.jsonl: if the answers "

@@ -226,6 +226,9 @@ def headline_facts(run: History, ended: bool = False) -> dict[str, str]:
     if any(record.get("eval/greedy") is not None for record in run.evals):
         before, after = format_figure_before_after(run, with_name=False, figure_name="greedy")
         facts |= {"held-out greedy before": before, "held-out greedy after": after}
+    if is_sft and figure_name != "loss":
+        before, after = format_figure_before_after(run, with_name=False, figure_name="loss")
+        facts |= {"held-out loss before": before, "held-out loss after": after}
     facts |= {
         "steps": f"{format_steps_done(run, status)}, {status}",
         "training": format_duration(training_s),

@@ -391,10 +391,20 @@ def round_scores(scores: list[float] | None) -> list[float | None] | None:
 class Journal:
     """Writes the logs in a run's directory, and prints lines and warnings about the run."""
 
-    def __init__(self, config: Config, run_dir: Path, step: int, *, keep_scores: bool):
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        step: int,
+        *,
+        keep_scores: bool,
+        changes: run_changes.Changes | None = None,
+    ):
         """
         Opens the logs and removes all records after `step`, the step at which the run resumes.
 
+        changes: what was changed when the run was resumed. These records are written after the
+        first figures of the resumed run. None stands for the records in the run's directory.
         keep_scores: whether to keep the judge's scores from after `step`. A paid judge's scores are
         kept. A local judge computes its scores again, so that the run repeats bit for bit.
         """
@@ -417,7 +427,12 @@ class Journal:
             lambda: [self.metrics.read(), self.evals.read()]
         )
 
-        self.changes = world.compute_on_rank0(lambda: run_changes.read_changes(run_dir))
+        def list_changes() -> list[dict[str, Any]]:
+            """The records of all changes; only the first rank knows those of this resume."""
+            return run_changes.read_changes(run_dir) if changes is None else list(changes)
+
+        self.changes = world.compute_on_rank0(list_changes)
+        self.has_written_changes = changes is None
         self.verdict: verdict.Verdict | None = None  # the verdict on the run so far
 
         # the step of the best evaluation; None if no evaluation could be scored
@@ -489,6 +504,7 @@ class Journal:
 
         self.metrics.write(figures)
         self.steps.append(figures)
+        self._write_changes_once()
         for completion in completion_records(number, samples):
             self.rollouts.write(completion)
         for tracker in self.trackers:
@@ -529,6 +545,7 @@ class Journal:
         record = {"step": step} | record | cumulative_costs(self.steps)
         self.evals.write(record)
         self.evaluations.append(record)
+        self._write_changes_once()
         self.best_step = world.compute_on_rank0(self._update_verdict_and_find_best_step)
         for tracker in self.trackers:
             tracker.send_metrics(record)
@@ -571,10 +588,18 @@ class Journal:
             self.has_told_of_busy_cpu = True
             print_line_to_stderr(f"WARNING after step {step}: {shortage}.")
 
-    def _update_verdict_and_find_best_step(self) -> int | None:
-        """Updates the verdict, prints its warning, and returns the step of the best evaluation."""
+    def _write_changes_once(self) -> None:
+        """Writes what was changed on a resume, and warns of it, because the run has now begun."""
+        if self.has_written_changes:
+            return
+        self.has_written_changes = True
+        if world.is_first():
+            run_changes.write_changes(self.dir, self.changes)
         for change in run_changes.changes_that_affect_evaluations(self.changes):
             self.warn_once(change["step"], warning_of_measure_change(change))
+
+    def _update_verdict_and_find_best_step(self) -> int | None:
+        """Updates the verdict, prints its warning, and returns the step of the best evaluation."""
         run = History(
             self.dir,
             self.config.to_flags(),

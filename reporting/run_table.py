@@ -46,7 +46,10 @@ def csv_row_of_run(run: History) -> dict[str, Any]:
     }
     run_part = run.with_comparable_evals
     evaluations = run_part.evals_with_figure
-    for name in (run_part.figure_name, "greedy"):
+    names = [run_part.figure_name, "greedy"]
+    if run_part.figure_name != "loss" and any("eval/loss" in record for record in evaluations):
+        names.append("loss")  # of a supervised run whose answers are scored
+    for name in names:
         for place, index in (("before", 0), ("after", -1)):
             record = evaluations[index] if evaluations else {}
             row[f"{name} {place}"] = record.get(f"eval/{name}")

@@ -195,6 +195,12 @@ def find_answer_changes(
     """
     form_signs = describe_copying_and_length_changes(answers_before, answers_after)
     word_signs = describe_risen_words(run.settings, answers_before, answers_after)
+    if advice.is_supervised(run.settings):  # no reward was trained, so none can have been gamed
+        changes = form_signs + word_signs
+        if run.figure_name == "accuracy":
+            changes = describe_right_answers_never_given(answers_after) + changes
+        return AnswerChanges([], changes, False)
+
     if run.figure_name == "score":
         alarms = describe_score_rise_without_witness(run.evals[0], run.evals[-1])
         if not exact_metric_improved(run.settings, component_changes):
@@ -352,6 +358,11 @@ def describe_figures(
         old = statistics.fmean(before.values())
         new = statistics.fmean(after.values())
         text += f"; greedy answers {old:.3f} -> {new:.3f}, {greedy_change.outcome}"
+    has_other_loss = run.figure_name != "loss" and "eval/loss" in first and "eval/loss" in last
+    if has_other_loss:
+        text += (
+            f"; loss on the held-out replies {first['eval/loss']:.3f} -> {last['eval/loss']:.3f}"
+        )
     return text
 
 

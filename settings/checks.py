@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from config import SETTINGS, TARGETS, Config, is_user_function
+from config import SETTINGS, TARGETS, Config, is_used_by_sft, is_user_function
 from flags import flag_of, parse_setting
 from text.commands import command_prefix
 
@@ -156,7 +156,8 @@ def refuse_unused_settings(config: Config, flags: Collection[str]) -> None:
     complaints = []
     for key, setting in SETTINGS.items():
         is_set = values[key] != defaults[key] or (loss == "sft" and key in flags)
-        if setting.used_by not in used and is_set:
+        is_used = setting.used_by in used or (loss == "sft" and is_used_by_sft(key, values))
+        if not is_used and is_set:
             kind = RUN_KINDS[str(setting.used_by)]
             complaints.append(f"{flag_of(key)} {values[key]!s:.60} is for {kind}")
     if complaints:

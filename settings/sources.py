@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from config import SETTINGS, Config, MemoryDependentSizes, is_user_function
+from config import SETTINGS, Config, MemoryDependentSizes, is_used_by_sft, is_user_function
 from disk.places import list_existing_paths, replace_paths_in_settings, settings_with_new_paths
 from flags import Parser, add_flags, explain_missing_run, flag_of, parse_seed_count_or_list
 from settings.checks import check_settings
@@ -262,7 +262,7 @@ def _describe_recipe_values(config: Config, task: str, model: str) -> str:
     values = config.to_flags()
     flags = []
     for key in load_task_defaults(task, model):
-        if not is_sft or SETTINGS[key].used_by is None:
+        if not is_sft or is_used_by_sft(key, values):
             flags.append(f"{flag_of(key)} {values[key]:g}")
     all_flags = " ".join(flags)
     return f"recipes/{recipe_name(task, model)}.yaml: {all_flags}"
@@ -291,10 +291,9 @@ def merge_settings(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Conf
         recipe = {}
         defaults = load_task_defaults(flags.get("task", ""), flags.get("model") or "")
     defaults = defaults | read_judge_chunk_size_from_environment()
-    if (recipe | flags).get("loss_type") == "sft":  # leave out defaults that sft cannot use
-        defaults = {
-            name: value for name, value in defaults.items() if SETTINGS[name].used_by is None
-        }
+    given = recipe | flags
+    if given.get("loss_type") == "sft":  # leave out defaults that sft cannot use
+        defaults = {name: value for name, value in defaults.items() if is_used_by_sft(name, given)}
     config = check_settings(recipe | defaults | flags, flags)
 
     is_rate_for_all_weights = "learning_rate" in recipe and recipe.get("lora_rank") == 0

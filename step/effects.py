@@ -5,12 +5,14 @@ To find out whether a setting changes the training, the gradient of the loss on 
 computed with the setting and without it. So this file needs no list of the settings that each loss
 uses, and it also works for a user's own loss.
 
-With one update per rollout, the importance ratio is always 1. Then no clip range has an effect, and
-some losses have the same gradient.
+With one update per rollout, the importance ratio is 1, except for samples of earlier steps that
+`Trainer.on_samples` adds. At a ratio of 1, no clip range has an effect, and some losses have the
+same gradient.
 
 Axes: M rows, T tokens of a row.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,28 +40,62 @@ NUM_TOKENS = 6
 
 
 def describe_settings_without_effect(
-    config: Config, own_loss: grpo.LossFunction | None = None
+    config: Config,
+    own_loss: grpo.LossFunction | None = None,
+    *,
+    may_replay: bool = False,
 ) -> list[str]:
     """
     A line for each loss setting that differs from its default but does not change the training.
 
     own_loss: the user's own loss function; None for the loss that --loss-type names.
+    may_replay: whether `Trainer.on_samples` is set, which may add samples of earlier steps. Their
+    importance ratios are not 1, so the lines then name only what has no effect at any ratio.
     """
     if config.objective.loss_type in ("sft", "distill"):
         return []  # settings/checks.py refuses the settings that these losses cannot use
     loss = own_loss or grpo.LOSSES[config.objective.loss_type]
-    lines = list(_describe_unused_loss_settings(config, loss))
-    lines += _describe_loss_with_equal_gradient(config, loss)
+    are_ratios_one = has_one_update_per_rollout(config) and not may_replay
+    lines = list(_describe_unused_loss_settings(config, loss, are_ratios_one))
+    if are_ratios_one:
+        lines += _describe_loss_with_equal_gradient(config, loss)
     lines += _describe_unused_reference(config, loss)
     return lines
 
 
-def _describe_unused_loss_settings(config: Config, loss: grpo.LossFunction) -> Iterator[str]:
+def describe_effects_on_replayed_samples(
+    config: Config, own_loss: grpo.LossFunction | None = None
+) -> list[str]:
+    """
+    A line if settings of the loss affect only the samples of earlier steps.
+
+    The line is for a run with `Trainer.on_samples`, which may add such samples. The importance
+    ratios of all other samples are 1 if each rollout gets one update.
+    """
+    lines = describe_settings_without_effect(config, own_loss)
+    lines_at_any_ratio = describe_settings_without_effect(config, own_loss, may_replay=True)
+    settings = []
+    for line in lines:
+        if line not in lines_at_any_ratio:
+            settings.append(re.split(" has no effect| trains exactly", line)[0])
+    if not settings:
+        return []
+    verb = "affects" if len(settings) == 1 else "affect"
+    return [
+        f"{' and '.join(settings)} {verb} only samples of earlier steps that on_samples adds, "
+        "because each rollout gets one update (--num-iterations 1, --mini-batches 1), so the "
+        "importance ratio of all other samples is 1"
+    ]
+
+
+def _describe_unused_loss_settings(
+    config: Config, loss: grpo.LossFunction, are_ratios_one: bool
+) -> Iterator[str]:
     """A line for each setting in NEUTRAL that is set but does not change the gradient."""
     objective = make_objective(config)
     values = config.to_flags()
     defaults = Config.from_flags().to_flags()
-    tokens = make_varied_tokens(config, has_one_update_per_rollout(config))
+    tokens = make_varied_tokens(config, are_ratios_one)
     tokens_of_later_updates = make_varied_tokens(config, are_ratios_one=False)
     for name, neutral_value in NEUTRAL.items():
         assert name in SETTINGS, name
@@ -78,8 +114,6 @@ def _describe_unused_loss_settings(config: Config, loss: grpo.LossFunction) -> I
 
 def _describe_loss_with_equal_gradient(config: Config, loss: grpo.LossFunction) -> Iterator[str]:
     """A line if the loss trains exactly like one that grpo.LOSSES lists before it."""
-    if not has_one_update_per_rollout(config):
-        return
     loss_type = config.objective.loss_type
     objective = make_objective(config)
     tokens = make_varied_tokens(config, are_ratios_one=True)

@@ -25,6 +25,12 @@ LOSS_PREFIX = "loss/"
 # statistics of how much the policy before the update differs from the sampler
 GAPS = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
 MISMATCH = tuple(f"mismatch/{name}" for name in GAPS)
+# How far the policy has moved since earlier policies wrote the replayed samples. The metric exists
+# only in a step with replayed samples.
+REPLAY_GAP = "replay/logprob_abs_mean"
+# numbers of tokens, which are divisors and not metrics: of this step's own and of replayed samples
+NUM_OWN_TOKENS = "num_own_tokens"
+NUM_REPLAYED_TOKENS = "num_replayed_tokens"
 # The statistics of each step, with their names in `metrics.jsonl`. They are means over the counted
 # tokens, or maxima if the name ends in `_max`. A loss function may add statistics of its own.
 MEASURED = ("kl", "distill/kl", "entropy", "clip_frac", *MISMATCH)
@@ -169,7 +175,11 @@ class StepLoss:
         stats = {"loss": loss, "entropy": (mx.stop_gradient(entropies) * counted).sum()}
         if batch.sampled_logprobs is not None:
             stats |= mismatch_sums_and_maxima(
-                logprobs_before_update, batch.sampled_logprobs, batch.mask, counted
+                logprobs_before_update,
+                batch.sampled_logprobs,
+                batch.mask,
+                counted,
+                batch.is_replayed,
             )
         return BatchLoss(loss, logprobs, stats | sums)
 
@@ -196,14 +206,28 @@ def metric_name_of_sum(sum_name: str) -> str:
 
 
 def mismatch_sums_and_maxima(
-    logprobs: mx.array, sampled_logprobs: mx.array, mask: mx.array, token_weights: mx.array
+    logprobs: mx.array,
+    sampled_logprobs: mx.array,
+    mask: mx.array,
+    token_weights: mx.array,
+    is_replayed: mx.array | None = None,
 ) -> dict[str, mx.array]:
     """
     Compares log-probabilities (M, T) with the sampler's. Returns the statistics named in MISMATCH.
 
     Statistics whose names end in `_max` are maxima. All others are sums over the tokens.
-    token_weights (M, T): the mask times the weights of the rows.
+    token_weights (M, T): the mask times the weights of the rows. is_replayed (M, 1) bool: the rows
+    that an earlier policy wrote. The policy has moved since then, so their difference says nothing
+    about rounding. It is the statistic REPLAY_GAP instead.
     """
+    replay_stats: dict[str, mx.array] = {}
+    if is_replayed is not None:
+        replayed_weights = mx.where(is_replayed, token_weights, 0)
+        replay_gap = mx.abs(logprobs - sampled_logprobs) * mask * replayed_weights
+        replay_stats = {REPLAY_GAP: replay_gap.sum(), NUM_REPLAYED_TOKENS: replayed_weights.sum()}
+        mask = mx.where(is_replayed, 0, mask)
+        token_weights = mx.where(is_replayed, 0, token_weights)
+
     gap = mx.abs(logprobs - sampled_logprobs) * mask
     ratio = grpo.importance_ratio(logprobs, sampled_logprobs, mask, "token") * mask
     is_over_cap = ratio > MISMATCH_CAP
@@ -214,4 +238,5 @@ def mismatch_sums_and_maxima(
         ratio.max(),
         (is_over_cap * token_weights).sum(),
     )
-    return dict(zip(MISMATCH, stats, strict=True))
+    mismatch = dict(zip(MISMATCH, stats, strict=True))
+    return mismatch | {NUM_OWN_TOKENS: token_weights.sum()} | replay_stats

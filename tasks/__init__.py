@@ -360,6 +360,13 @@ def warm_start_contamination_warnings(
 # ---- rewards
 
 
+def add_user_rewards_and_weights(task: Task, config: Config) -> Task:
+    """The task with the rewards of --reward, if there are any, and with --reward-weights."""
+    if config.data.reward:
+        task = _with_user_rewards_instead(task, config)
+    return _with_reward_weights(task, config)
+
+
 def _with_user_rewards_instead(task: Task, config: Config) -> Task:
     """
     The task with the rewards of --reward, each with weight 1, instead of the task's own rewards.

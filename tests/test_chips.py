@@ -69,13 +69,18 @@ def test_a_start_is_the_largest_model_whose_hundred_steps_take_an_hour(monkeypat
 
 def test_a_chip_is_named_where_a_machine_with_it_has_the_memory(monkeypatch, capsys):
     monkeypatch.setenv("GWEN_DTYPE", "float16")
-    preflight.main(["--model", "random:0.6b", "--lora-rank", "0", "--batch", "8"])
+    flags = ["--model", "random:0.6b", "--lora-rank", "0", "--batch", "8"]
+    preflight.main(flags)
     *_, memory_line, time_line, phases_line = capsys.readouterr().out.splitlines()
     assert memory_line.startswith("memory: ") and "1.19 weights" in memory_line
     assert phases_line.startswith("estimated step on ")
     assert time_line.startswith("a step in 16 bits: ") and time_line.endswith(
-        "(an estimate that nobody has checked on a Mac; other chips have less memory)"
+        "(an estimate that nobody has checked on a Mac; all chips: --all-chips)"
     )
-    assert (
-        "M1 Pro " in time_line and "M1 1" not in time_line
-    )  # 16 GB do not hold masters and moments of all weights
+    # 16 GB do not hold masters and moments of all weights
+    assert "M2 " in time_line and "M1 " not in time_line
+    preflight.main([*flags, "--all-chips"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "M1        not sold with enough memory" in lines
+    (line,) = [line for line in lines if line.startswith("M1 Pro")]
+    assert float(line.split()[-1]) > 0

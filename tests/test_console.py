@@ -94,7 +94,8 @@ def test_a_terminal_shows_what_is_done_now_how_fast_and_how_long_it_will_take():
     note = [
         "next: too few problems are held out to tell any change; take more with",
         "--eval-limit 64:",
-        f"{COMMAND};",
+        "uv run train.py --model demo \\",
+        f"{COMMAND.partition('demo ')[2]};",
     ]
     assert [line for line in lines if line] == [
         LINE[:76],

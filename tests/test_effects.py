@@ -142,10 +142,56 @@ def test_the_lines_are_printed_at_the_start_and_by_preflight_and_recorded_once(t
     train.main([*flags, "--steps", "1", "--run-dir", str(run)])
     printed = " ".join(capsys.readouterr().out.split())
     line = f"--epsilon 0.01 has no effect, {ONE_UPDATE}"
-    assert printed.index(line) < printed.index("step")
+    assert printed.index(line) < printed.index("step 1/1")
     train.main(["--resume", str(run), "--steps", "2"])
     assert line in " ".join(capsys.readouterr().out.split())
     assert (run / "warnings.jsonl").read_text().count("--epsilon 0.01 has no effect") == 1
     assert "--epsilon 0.01 has no effect" in (run / "report.html").read_text()
     preflight.main(flags)
     assert line in " ".join(capsys.readouterr().out.split())
+
+
+# ---- with a hook that may replay samples
+
+
+def test_with_a_hook_a_bound_is_ineffective_only_if_no_ratio_needs_it():
+    for settings in ({"epsilon": 0.01}, {"loss_type": "cispo", "epsilon_high": 5.0}):
+        config = Config.from_flags(**settings)
+        assert describe_settings_without_effect(config, may_replay=True) == []
+    config = Config.from_flags(loss_type="sapo", epsilon=0.1)
+    (line,) = describe_settings_without_effect(config, may_replay=True)
+    assert line == "--epsilon 0.1 has no effect, because --loss-type sapo does not use it"
+
+
+def test_a_hook_is_known_when_the_lines_are_printed(tmp_path, capsys):
+    trainer = train.Trainer.start(
+        model="demo",
+        task="demo",
+        batch=2,
+        groups=2,
+        max_tokens=6,
+        eval_every=0,
+        steps=2,
+        loss_type="cispo",
+        epsilon_high=5.0,
+        run_dir=str(tmp_path / "run"),
+    )
+    trainer.on_samples = lambda run, samples: samples
+    next(trainer.steps())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "has no effect" not in printed and "trains exactly like" not in printed
+    assert (
+        "--epsilon-high 5.0 and --loss-type cispo affect only samples of earlier steps that "
+        "on_samples adds"
+    ) in printed
+    assert "without effect" not in (tmp_path / "run" / "warnings.jsonl").read_text()
+    trainer.fit()
+    assert "affect only samples" not in capsys.readouterr().out
+
+
+def test_without_a_hook_the_lines_are_the_same_from_python(tmp_path, capsys):
+    flags = dict(model="demo", task="demo", batch=2, groups=2, max_tokens=6, eval_every=0, steps=1)
+    train.Trainer.start(epsilon=0.01, run_dir=str(tmp_path / "run"), **flags).fit()
+    assert f"--epsilon 0.01 has no effect, {ONE_UPDATE}" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -7,6 +7,7 @@ import yaml
 
 import grpo
 import train
+import update
 from config import Config
 from step.batch import make_batches
 from step.effects import describe_settings_without_effect
@@ -201,6 +202,35 @@ def test_the_correction_replaces_the_ratio_of_a_replayed_sample(tmp_path, level)
     unmarked_result = record_gradient(run, make_batches(unmarked, 100_000))[0]
     assert marked_result.loss == unmarked_result.loss
     assert marked_result.means["clip_frac"] == 0
+
+
+@pytest.mark.parametrize("num_iterations", [1, 3])
+def test_the_mismatch_with_the_sampler_leaves_replayed_samples_out(tmp_path, num_iterations):
+    run = make_run(tmp_path, "--num-iterations", str(num_iterations))
+    samples = sample_first_prompts(run)
+    moved = shift_logprobs(samples, 2.0)
+    mixed = []
+    for place, (sample, old) in enumerate(zip(samples, moved, strict=True)):
+        mixed.append(old._replace(is_replayed=True) if place % 3 else sample)
+    batches = make_batches(mixed, 150)
+    old_logprobs, mask = stack_logprobs(mixed)
+    is_replayed = np.array([[sample.is_replayed] for sample in mixed]) & mask
+    gap = np.abs(compute_logprobs(run, batches) - old_logprobs)
+    means = update.run_optimizer_steps(run.learner, batches, 0.02).means
+    assert means["mismatch/logprob_abs_mean"] < 1e-4 and means["mismatch/logprob_abs_max"] < 1e-3
+    assert means["mismatch/ratio_mean"] == pytest.approx(1, abs=1e-3)
+    assert means["mismatch/ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert means["mismatch/over_cap_frac"] == 0
+    assert means["replay/logprob_abs_mean"] == pytest.approx(gap[is_replayed].mean(), abs=1e-3)
+    assert means["replay/logprob_abs_mean"] > 1
+
+
+def test_without_any_sample_of_the_step_there_is_no_mismatch(tmp_path):
+    run = make_run(tmp_path)
+    samples = [sample._replace(is_replayed=True) for sample in sample_first_prompts(run)]
+    means = update.run_optimizer_steps(run.learner, make_batches(samples, 150), 0.02).means
+    assert all(means[name] is None for name in means if name.startswith("mismatch/"))
+    assert "replay/logprob_abs_mean" not in update_once(make_run(tmp_path)).means
 
 
 def test_samples_with_logprobs_of_another_step_are_marked_as_replayed():

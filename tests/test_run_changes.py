@@ -1,5 +1,6 @@
 """A run that was resumed after a change: what it compares, and where it tells of the change."""
 
+import errno
 import shutil
 
 import pytest
@@ -8,7 +9,7 @@ from conftest import read_log, write_log
 
 import report
 import train
-from disk import run_changes
+from disk import run_changes, run_files
 from reporting import history, page, verdict
 
 REWARD = "def size(completions, **_): return [{}(len(text)) for text in completions]\n"
@@ -61,12 +62,53 @@ def test_page_list_compare_settings_and_warnings_know_what_a_resume_changed(chan
     assert [record["step"] for record in warnings if "mine.py changed" in record["name"]] == [2]
 
 
+def record_changes(run_dir, *arguments):
+    """The changes that a resume finds, which are then written as if the run had begun."""
+    changes = run_changes.find_changes(run_dir, *arguments)
+    run_changes.write_changes(run_dir, changes)
+    return changes
+
+
+def test_a_resume_that_fails_before_its_first_figures_leaves_no_change(
+    changed_home, tmp_path, monkeypatch, capsys
+):
+    run = shutil.copytree(changed_home / "run", tmp_path / "run")
+    reward = changed_home / "mine.py"
+    before = (run / "changes.jsonl").read_bytes()
+    warnings = (run / "warnings.jsonl").read_bytes()
+    text = reward.read_text()
+    reward.write_text(REWARD.format("200 + float"))
+    try:
+        for name in ("eval.jsonl", "metrics.jsonl"):  # either is the first to meet a full disk
+            with monkeypatch.context() as patch:
+                write = run_files.JsonLinesLog.write
+
+                def write_until_full(log, record, name=name, write=write):
+                    if log.path.name == name:
+                        raise OSError(errno.ENOSPC, "No space left on device", str(log.path))
+                    write(log, record)
+
+                patch.setattr(run_files.JsonLinesLog, "write", write_until_full)
+                flags = ["--resume", run, "--steps", "6", "--allow-changes"]
+                if name == "metrics.jsonl":
+                    flags += ["--eval-every", "0"]
+                with pytest.raises(SystemExit):
+                    train.main([str(flag) for flag in flags])
+            assert "free some space" in capsys.readouterr().err
+            assert (run / "changes.jsonl").read_bytes() == before
+            assert (run / "warnings.jsonl").read_bytes() == warnings
+        train.main(["--resume", str(run), "--steps", "6", "--allow-changes", "--eval-every", "2"])
+        changed = [record["setting"] for record in read_log(run / "changes.jsonl")]
+        assert changed.count(str(reward)) == 2
+        assert (run / "warnings.jsonl").read_bytes() != warnings
+    finally:
+        reward.write_text(text)
+
+
 def test_a_change_of_the_steps_alone_is_recorded_and_compares_all_evaluations(tmp_path):
     write_log(tmp_path / "eval.jsonl", [{"step": 0}, {"step": 2}])
     for steps in (4, 4, 6):
-        run_changes.record_and_read_all_changes(
-            tmp_path, 2, ({"steps": 2}, {}), ({"steps": steps}, {}), ()
-        )
+        record_changes(tmp_path, 2, ({"steps": 2}, {}), ({"steps": steps}, {}), ())
     changes = run_changes.read_changes(tmp_path)
     assert [change["is"] for change in changes] == [4, 6]  # the second resume repeats the first
     assert not run_changes.changes_that_affect_evaluations(changes)
@@ -75,10 +117,10 @@ def test_a_change_of_the_steps_alone_is_recorded_and_compares_all_evaluations(tm
 def test_a_reward_that_is_changed_back_begins_a_third_comparison(tmp_path):
     write_log(tmp_path / "eval.jsonl", [{"step": 0}, {"step": 2}])
     saved = {}, {"mine.py": "old", "held-out problems": "x", "rows.jsonl": "y"}
-    run_changes.record_and_read_all_changes(tmp_path, 2, saved, ({}, {"mine.py": "new"}), ())
+    record_changes(tmp_path, 2, saved, ({}, {"mine.py": "new"}), ())
     write_log(tmp_path / "eval.jsonl", [{"step": 0}, {"step": 2}, {"step": 2}])
-    changes = run_changes.record_and_read_all_changes(tmp_path, 2, saved, saved, ())
+    changes = record_changes(tmp_path, 2, saved, saved, ())
     assert run_changes.num_incomparable_evaluations_and_answers(changes) == (3, 0)
     more_rows = {}, {"rows.jsonl": "z"}  # the held-out problems are the same
-    changes = run_changes.record_and_read_all_changes(tmp_path, 2, saved, more_rows, {"rows.jsonl"})
+    changes = record_changes(tmp_path, 2, saved, more_rows, {"rows.jsonl"})
     assert len(run_changes.changes_that_affect_evaluations(changes)) == 2 and len(changes) == 3

@@ -466,5 +466,7 @@ def command_prefix_with_extras(settings: Mapping[str, Any], program: str = "trai
         extras.append("tasks")
     if task == "ifeval":
         extras.append("ifeval")
+    if settings.get("env_server"):
+        extras.append("env")
     extras += settings.get("report_to", ())
     return command_prefix(program, extras)

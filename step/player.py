@@ -168,8 +168,6 @@ class HarnessPlayer:
                 "split": sample.example["split"],
                 "example": sample.example["number"],
                 "seed": f"{seed} {sample.group}",
-                "temperature": params.temperature,
-                "top_p": params.top_p,
                 "max_tokens": params.max_tokens,
             }
         )

@@ -8,6 +8,7 @@ value and says how to correct it. This file uses no model, and does not cover ho
 """
 
 import importlib
+import importlib.util
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -33,6 +34,7 @@ from settings.checks import check_settings
 from settings.sources import BUNDLED_TASKS, load_recipe
 from tasks import own
 from tasks.task import DATA, Sides, Task
+from text.commands import advice_to_install_extra
 from tools import calls
 
 # the values of settings that are allowed with environments that have `reward_per_turn`
@@ -191,6 +193,11 @@ def _load_harness_task(config: Config, source: str | None) -> Task:
         raise ValueError(
             f"--env-server {command} is for --task env, but --task is {config.data.task}; leave "
             "out --task"
+        )
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ValueError(
+            f"--env-server {command} needs the package aiohttp, which is not installed; "
+            f"{advice_to_install_extra('env')}"
         )
     from tasks.harness import load_harness_task  # here: other tasks need no HTTP server
 

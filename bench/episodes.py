@@ -142,7 +142,7 @@ def compare(args: argparse.Namespace) -> None:
     params = sampler.SamplingParams(num_tokens + 1)
     context = args.prompt_tokens + num_tokens + args.turns * args.reply_tokens + CONTEXT_MARGIN
     settings = json.dumps(vars(args))
-    command = [sys.executable, "-m", "bench.episodes", "--as-harness", settings]
+    command = [sys.executable, "-m", "bench.episodes", "as-harness", settings]
     outside = Harness(shlex.join(command))
     outside.take_event(TIMEOUT)  # "ready"
     outside.send({"type": "policy", "url": outside.endpoint.url})
@@ -219,7 +219,7 @@ async def serve_as_harness(args: argparse.Namespace) -> None:
 @exit_on_mistakes()
 def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
-    if arguments[:1] == ["--as-harness"]:
+    if arguments[:1] == ["as-harness"]:
         asyncio.run(serve_as_harness(argparse.Namespace(**json.loads(arguments[1]))))
         return
     parser = Parser("bench.episodes", "Time conversations that an outside harness plays.")

@@ -648,14 +648,14 @@ class Journal:
 
     def _describe_adapter_to_use(self, best_step: int) -> str:
         """Returns a line that says which adapter to use, and which step adapter-best is from."""
-        newest = f"{self.dir / 'adapter'}, after {self.evaluations[-1]['step']} steps"
+        newest = f"{self.dir / 'adapter'}, after step {self.evaluations[-1]['step']}"
         if best_step == self.evaluations[-1]["step"]:
             return f"use: {newest}; adapter-best is the same adapter"
 
         best = self.dir / "adapter-best"
         warning = self.verdict.warning if self.verdict else None
         if warning and warning.name == "worse":
-            line = f"use: {best}, after {best_step} steps"
+            line = f"use: {best}, after step {best_step}"
             if not best_step:
                 line = f"use: the model before training, which is also {best}"
             return f"{line}; the newest adapter is significantly worse"

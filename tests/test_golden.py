@@ -129,7 +129,7 @@ def test_its_best_adapter_is_of_the_lowest_loss_or_of_the_first_accuracy_that_no
         when = "is the same adapter"
     output = (run.parent / f"{kind}.out").read_text()
     (line,) = re.findall(rf"^use: {re.escape(str(run))}/(.*)$", output, re.M)
-    assert line.startswith(f"adapter, after {max(losses)} steps; adapter-best {when}")
+    assert line.startswith(f"adapter, after step {max(losses)}; adapter-best {when}")
     assert "\nadapter: " not in output  # the line that says what to use is the only one
     kept = run / "adapter-best" / "adapters.safetensors"
     saved = run / "checkpoints" / f"step-{best:06}" / "adapter" / "adapters.safetensors"

@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT, run_command
 from small_run import make_run
 
+from kv_cache import SlotCache
 from machine.memory import BatchSize
 from serving import requests as protocol
 from serving.endpoint import CancelledRequest, Endpoint
@@ -104,6 +105,31 @@ def test_a_request_may_limit_a_turn(tmp_path):
     spans = [end - begin for sample in samples for begin, end in sample.turn_begins_and_ends]
     assert not stats.failures
     assert max(spans) == 5
+
+
+def test_rows_that_begin_again_after_memory_ran_out_repeat_the_turns_that_the_harness_knows(
+    tmp_path, monkeypatch
+):
+    run = served_run(tmp_path)
+    expected, _ = play(run, 24, 1.0)
+    plan_writes = SlotCache.plan_writes
+    num_prefills = 0
+
+    def fail_once(cache, num_new=None):
+        nonlocal num_prefills
+        num_prefills += bool(num_new)
+        if num_new and num_prefills == 9:
+            num_prefills += 1
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+        plan_writes(cache, num_new)
+
+    monkeypatch.setattr(SlotCache, "plan_writes", fail_once)
+    samples, stats = play(run, 24, 1.0)
+    assert num_prefills > 10
+    assert not stats.failures
+    assert [sample.response_ids for sample in samples] == [
+        sample.response_ids for sample in expected
+    ]
 
 
 # ---- failing episodes and harnesses

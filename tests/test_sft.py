@@ -142,7 +142,7 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
         ({"prompt": "Hi", "completion": "two!\n" * 400}, "context has 1000"),
         ({"prompt": "Hi"}, "['prompt']"),
         ({"messages": TALK[:1]}, "assistant"),
-        ({"messages": [TALK[1]]}, "message 1 of the conversation is the assistant's"),
+        ({"messages": [TALK[1]]}, "message 1 of the conversation has the role 'assistant'"),
         (
             {"messages": [*TALK[:1], {"role": "tool", "content": "1"}, TALK[1]]},
             "message 2 of the conversation",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, catch_message
 
+import sampler
 from config import Config
 from prompts import chat_template, chats
 from prompts.examples import shorten_value
@@ -174,7 +175,7 @@ def test_a_result_that_the_model_writes_itself_is_a_failure_shown_and_told(talke
     told = [message["content"] for message in messages[1:]]
     assert told[:-1] == ["2"] * text.count("<tool_call>") and "error" in json.loads(told[-1])
     (sample,) = talk.add_conversations_to_samples([Sample([], [1], range(1), 0)], {})
-    assert journal.tool_metrics([sample], SimpleNamespace(wait_s=0.0))["tools/failures"] == 1
+    assert journal.tool_metrics([sample], sampler.RolloutStats(0.0, 0.0, 0))["tools/failures"] == 1
 
 
 @pytest.mark.parametrize(
@@ -323,7 +324,7 @@ def test_a_turns_calls_are_made_in_order_and_told_back(talker):
     calls = sample.conversation["tool_calls"]
     assert [one["error"] for one in calls] == [None, "RuntimeError: no luck", None]
     assert [one["turn"] for one in calls] == [0, 0, 0] and sample.conversation["turns"] == 2
-    figures = journal.tool_metrics([sample], SimpleNamespace(wait_s=0.5))
+    figures = journal.tool_metrics([sample], sampler.RolloutStats(0.0, 0.0, 0, wait_s=0.5))
     assert (figures["tools/calls"], figures["tools/failures"], figures["tools/turns"]) == (3, 1, 2)
 
 

@@ -541,7 +541,7 @@ def failing(which, error):
             3,
             4,
         ),  # an evaluation that was not finished is made up for
-        ((checkpoint, "save"), "after", 2, 2),
+        ((checkpoint, "save_and_remove_old"), "after", 2, 2),
         (
             (update.Learner, "state"),
             "before",
@@ -746,7 +746,12 @@ def test_a_run_that_fails_before_anything_was_saved_is_told_how_to_begin_again(
 ):
     flags = [*FAILING, "--save-every", "1"]
     run, line = stopped_run(
-        tmp_path, monkeypatch, capsys, (checkpoint, "save"), failing(1, error), *flags
+        tmp_path,
+        monkeypatch,
+        capsys,
+        (checkpoint, "save_and_remove_old"),
+        failing(1, error),
+        *flags,
     )
     less = " --train-token-budget 512" if error is NO_MEMORY else ""
     proposed = f"uv run train.py --config {run}/config.yaml"

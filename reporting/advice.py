@@ -192,7 +192,11 @@ def advise_on_using_the_model(run: History) -> str:
         model = shlex.quote(str(settings.get("model")))
         start = f"--model {model} --init-adapter {directory}"
         train = command_prefix_with_extras(settings)
-        advice += f"; train the model further with GRPO: {train} {start} --data PROMPTS"
+        rewards = " ".join(map(shlex.quote, settings.get("reward") or ["FILE.py:function"]))
+        advice += (
+            f"; train the model further with GRPO: {train} {start} --data PROMPTS "
+            f"--reward {rewards}"
+        )
     fuse = command_prefix_with_extras(settings, "export.py --fuse")
     merge = f"{fuse} --run {directory} --out my-model"
     return f"{advice}; merge the adapter into the model: {merge}"

@@ -660,7 +660,7 @@ class Journal:
                 line = f"use: the model before training, which is also {best}"
             return f"{line}; the newest adapter is significantly worse"
         when = f"is from step {best_step}" if best_step else "is the model before training"
-        return f"use: {newest}; adapter-best {when}, and is not significantly better"
+        return f"use: {newest}; adapter-best {when}, which no later evaluation beats significantly"
 
 
 def warning_of_measure_change(change: dict[str, Any]) -> health.RunWarning:

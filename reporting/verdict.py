@@ -123,7 +123,7 @@ def reach_verdict(run: History) -> Verdict | None:
     if change is not None and only_reward_changed(change, total_change):
         direction = "rose" if lone_reward_change == BETTER else "fell"
         headline = f"{outcome}, though the score {direction}"
-        text += f", though the score changed by {total_change}"
+        text += f"; the score of the sampled answers changed by {total_change}"
     text += describe_component_changes(change, component_changes)
     if measure_changes:
         text += f"; earlier evaluations are not compared, because {measure_changes}"

@@ -193,10 +193,9 @@ def note_size_and_drop_unscorable(task: Task) -> Task:
         train = list(filter(has_comparable_answer, train))
         held_out = list(filter(has_comparable_answer, held_out))
 
-    line = (
-        f"data: {len(train)} prompts to train on" if task.train else "data: no prompts to train on"
-    )
-    line += f", {len(held_out)} held out"
+    line = f"data: {len(held_out)} held-out prompts"
+    if task.train:
+        line = f"data: {len(train)} prompts to train on, {len(held_out)} held out"
     num_left_out = len(task.train + task.held_out) - len(train + held_out)
     if num_left_out:
         line += f", {num_left_out} left out because their answers cannot be compared"

@@ -436,13 +436,13 @@ def test_a_run_resumes_evaluates_and_repeats_from_any_directory(tmp_path, monkey
     last = read_log(away / "again" / "eval.jsonl")[-1]
     assert json.loads(capsys.readouterr().out)["eval/score"] == last["eval/score"]
     evaluate.main(["--run", "again", "--data", str(home / "mine.jsonl")])
-    assert "30 held out" in capsys.readouterr().err
+    assert "30 held-out prompts" in capsys.readouterr().err
     renamed = [{"question": row["prompt"], "answer": row["answer"]} for row in SUMS[:6]]
     test = write_log(home / "test.jsonl", renamed)
     evaluate.main(
         ["--run", "again", "--data", test, "--columns", "prompt=question"]
     )  # of the new file alone
-    assert "6 held out" in capsys.readouterr().err
+    assert "6 held-out prompts" in capsys.readouterr().err
     (home / "mine.jsonl").rename(home / "moved.jsonl")
     with pytest.raises(SystemExit):
         train.main(["--resume", str(home / "run"), "--steps", "3"])

@@ -444,9 +444,7 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(
     markup = page.write_page(run).read_text()
     assert f"  {result.headline}" in listed and f"<h2>{result.headline}</h2>" in markup
     if "though" in result.headline:
-        pattern = (
-            r"gain .*, though the score changed by .*; rewards: mine \+0\.000, short [+-]0\.[89]"
-        )
+        pattern = r"gain .*; the score of the sampled answers changed by .*; rewards: mine \+0\.000, short [+-]0\.[89]"
         assert re.search(pattern, result.text)
         assert result.advice == (
             advice.REWARD_ALONE_ROSE if kind == "paid for another thing" else advice.TOO_FAR
@@ -493,7 +491,7 @@ def test_what_learned_from_replies_and_rises_no_more_is_shown_the_way_to_grpo(tm
     write_log(run / "eval.jsonl", read_log(run / "eval.jsonl")[::2])
     shown = verdict.verdict_lines(verdict.reach_verdict(history.load_history(run)), {}, run)
     command = "    uv run --extra smollm train.py --model smollm2"
-    assert f"{command} --init-adapter {run} --data PROMPTS" in shown
+    assert f"{command} --init-adapter {run} --data PROMPTS --reward FILE.py:function" in shown
 
 
 @pytest.mark.parametrize(
@@ -636,7 +634,7 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
     assert log.best_step == 10 and [warning["name"] for warning in log.warnings.read()] == ["worse"]
     log.print_summary()
     assert (
-        "adapter-best, after 10 steps; the newest adapter is significantly worse"
+        "adapter-best, after step 10; the newest adapter is significantly worse"
         in capsys.readouterr().out
     )
     again = journal.Journal(

@@ -78,8 +78,8 @@ class DataSettings:
     used_by = "rollouts"
     task: str = setting(
         "",
-        "task, which determines the data, the rewards and the evaluation: demo, values, "
-        "gsm8k, math, ifeval, or rg:NAME=WEIGHT; with --data, the default is `own`",
+        "task: demo, values, gsm8k, math, ifeval, or rg:NAME=WEIGHT; it determines the data, the "
+        "rewards and the evaluation; with --data, the default is `own`",
         used_by=None,
         first=True,
     )
@@ -454,8 +454,8 @@ class JudgeSettings:
     )
     mode: Literal["logits", "decode"] = setting(
         "logits",
-        "how the judge gives a score: through the probabilities of the first token of its "
-        "reply (logits), or in a reply that is decoded completely (decode)",
+        "how the judge's score is obtained: from the probabilities of the first token of its "
+        "reply (logits), or from a complete decoded reply (decode)",
     )
     think: int = setting(
         0,

@@ -436,7 +436,7 @@ class SlotDecoder(Decoder):
         super().append(sampled)
 
     def queue_step(self) -> None:
-        """Samples a token for each slot, and appends it."""
+        """Samples a token for each slot and appends it to the row in this slot."""
         self.append(self.sample_slots())
 
     def read_all_but_newest(self, num_newest: int) -> None:

@@ -218,7 +218,7 @@ class _RunningSumOfExp(NamedTuple):
     total: mx.array  # (M, 1) the sum of exp(logit - peak)
 
     def with_tile(self, logits: mx.array) -> "_RunningSumOfExp":
-        """The sum that includes one more tile of logits, (M, tile)."""
+        """The sum, extended by one more tile of logits. `logits` has the shape (M, tile)."""
         peak = mx.maximum(self.peak, cpu.tiled_max(logits))
         shrunk = self.total * cpu.exp(self.peak - peak)
         return _RunningSumOfExp(peak, shrunk + cpu.tiled_sum(cpu.exp(logits - peak))[:, None])

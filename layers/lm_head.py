@@ -64,7 +64,8 @@ def delay_until_computed(x: mx.array, prerequisites: list[mx.array]) -> mx.array
     """
     `x`, which MLX may use only after it has computed the prerequisites.
 
-    Without such dependencies, MLX would compute all chunks at once and keep all of them in memory.
+    Without such prerequisites, MLX would compute all chunks of the logits at once and keep all of
+    them in memory.
     """
     return mx.depends([x], prerequisites)[0] if prerequisites else x
 

@@ -309,8 +309,8 @@ def _read_call(label: str, key: str, call: Any) -> Message:
             arguments = read_json(arguments)
     if not name or not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError(
-            f"{key} of {label} contains {shorten_value(call)}; "
-            'write {"function": {"name": "...", "arguments": {...}}}'
+            f"{key} of {label} contains {shorten_value(call)}, which is not a valid tool call; "
+            'write it as {"function": {"name": "...", "arguments": {...}}}'
         )
     read = {"type": "function", "function": {"name": name, "arguments": arguments}}
     call_id = call.get("id") if "function" in call else None

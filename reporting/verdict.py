@@ -2,8 +2,8 @@
 Reaches the verdict on a run, which says whether the model improved on held-out problems.
 
 The verdict also describes how the model's answers changed, and suggests what to do next. The parts
-of a verdict are computed in difference.py, answer_changes.py and advice.py. This file does not
-cover other warnings during a run (health.py), or how a verdict is shown (journal.py, page.py).
+of a verdict are computed in difference.py, answer_changes.py and advice.py. This file covers
+neither the warnings during a run (health.py) nor the display of a verdict (journal.py, page.py).
 """
 
 import random

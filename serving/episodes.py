@@ -548,7 +548,9 @@ def refuse_other_ids(episode: ServedEpisode, message: dict[str, Any]) -> None:
     ids = episode.ids[: own[-1] + 1]
     reported_ids = message.get("token_ids")
     if not isinstance(reported_ids, list) or reported_ids[: len(ids)] != ids:
-        raise ValueError("it reports other token ids than those of its requests and replies")
+        raise ValueError(
+            "the token ids that it reports differ from those of its requests and Gwen's replies"
+        )
     if message.get("own") != own:
         raise ValueError("it reports other positions of the model's tokens")
     reported_logprobs = message.get("logprobs")
@@ -556,7 +558,7 @@ def refuse_other_ids(episode: ServedEpisode, message: dict[str, Any]) -> None:
         return
     logprobs = np.concatenate([turn.logprobs for turn in episode.turns])
     if not _are_close(reported_logprobs, logprobs):
-        raise ValueError("it reports other log-probabilities than those of its replies")
+        raise ValueError("the log-probabilities that it reports differ from those that Gwen sent")
 
 
 def _are_close(reported: Any, logprobs: np.ndarray) -> bool:

@@ -283,7 +283,7 @@ def _try_advantage(spec: str, function: AdvantageFunction, group_size: int) -> t
     if np.isnan(small_trial).all():
         raise ValueError(
             f"--advantage {spec} leaves out every completion, because is_trained is False "
-            "for each of them; make it True for the completions to train"
+            "for all of them; set it to True for the completions to train on"
         )
     num_completions = max(group_size, 3)
     advantages = function(np.linspace(0.0, 1.0, num_completions)[None])

@@ -1,5 +1,8 @@
 """
-Reads JSON and YAML that users write, and refuses duplicate keys, endless files and invalid syntax.
+Reads JSON and YAML that users write.
+
+Refuses duplicate keys, invalid syntax, and files that are too large or might never end, such as
+pipes.
 
 The modules that use a document check its content. printable.py makes text safe for a terminal.
 """

@@ -255,8 +255,8 @@ class TurnCodec:
         place, end = max((before.rfind(end), end) for end in self.ends)
         if place < 0:
             raise ValueError(
-                f"the chat template does not end a turn with one of the model's end tokens, "
-                f"{', '.join(self.ends)}; use another model"
+                f"the chat template does not end a turn with any of the model's end tokens "
+                f"({', '.join(self.ends)}); use another model"
             )
         # everything in `after` that follows the last end token of `before`
         text = end.join(after.split(end)[before.count(end) :])

@@ -369,7 +369,7 @@ def chat_play_or_complete(args: argparse.Namespace) -> None:
             sides = {"before": before, "after": side}
         run_chat(sides, prompt_user_for_lines())
     elif toolbox:
-        problems = choose_problems(args, config, opening)
+        problems = repeat_prompt_or_pick_held_out(args, config, opening)
         play_and_print_episodes(model, toolbox, problems, params, args)
     else:
         sample_and_print_completions(model, tokenizer, opening, params, args)
@@ -412,7 +412,7 @@ def choose_opening_and_note(args: argparse.Namespace) -> tuple[Messages, str]:
     return opening, note
 
 
-def choose_problems(
+def repeat_prompt_or_pick_held_out(
     args: argparse.Namespace, config: Config, opening: Messages
 ) -> list[dict[str, Any]]:
     """The problems to play: the --prompt, repeated --num times, or --num held-out problems."""

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
-from text.foreign_names import explain_foreign_name, load_foreign_names, suggest_name
+from text.foreign_names import explain_foreign_name, hint_on_unknown_name, load_foreign_names
 from text.printable import CONTROL, escape_and_redact_for_printing, escape_invisible
 from text.wrapping import wrap_for_terminal
 
@@ -196,7 +196,7 @@ class Parser(argparse.ArgumentParser):
             unknown = [words[0][:80]]
         sentences = []
         for flag in unknown:
-            advice = suggest_name(flag, valid_flags) or "--help lists the valid flags"
+            advice = hint_on_unknown_name(flag, valid_flags) or "--help lists the valid flags"
             sentences.append(f"{flag} is not a flag of {self.prog}; {advice}")
         return ". ".join(dict.fromkeys(sentences))
 

@@ -551,7 +551,7 @@ def zero_padding_and_detach_non_policy(tokens: Tokens) -> Tokens:
     )
 
 
-def make_policy_loss(
+def make_loss_with_kl_and_entropy(
     term: Callable[[mx.array, Tokens, Objective], TermAndIsClipped],
     average: Callable[[mx.array, Tokens, Objective], mx.array],
 ) -> LossFunction:
@@ -606,11 +606,11 @@ def cross_entropy_loss(tokens: Tokens, objective: Objective) -> Loss:
 
 
 LOSSES: dict[str, LossFunction] = {
-    "grpo": make_policy_loss(ppo_clipped_term, mean_of_row_means),
-    "dr_grpo": make_policy_loss(ppo_clipped_term, mean_over_max_tokens),
-    "dapo": make_policy_loss(ppo_clipped_term, mean_of_tokens),
-    "cispo": make_policy_loss(cispo_term, mean_of_tokens),
-    "sapo": make_policy_loss(sapo_term, mean_of_row_means),
+    "grpo": make_loss_with_kl_and_entropy(ppo_clipped_term, mean_of_row_means),
+    "dr_grpo": make_loss_with_kl_and_entropy(ppo_clipped_term, mean_over_max_tokens),
+    "dapo": make_loss_with_kl_and_entropy(ppo_clipped_term, mean_of_tokens),
+    "cispo": make_loss_with_kl_and_entropy(cispo_term, mean_of_tokens),
+    "sapo": make_loss_with_kl_and_entropy(sapo_term, mean_of_row_means),
     "distill": distillation_loss,
     "sft": cross_entropy_loss,
 }

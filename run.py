@@ -775,10 +775,10 @@ class GrpoRun(Run):
         extra["prompts"] = copy_as_json("run.prompts.state is", state)
         if self.environment_states:
             extra["environments"] = self.environment_states
-        self._warn_of_lost_environment_state()
+        self._warn_once_of_unsaved_class_attributes()
         return extra
 
-    def _warn_of_lost_environment_state(self) -> None:
+    def _warn_once_of_unsaved_class_attributes(self) -> None:
         """Warns once if an environment has changed class attributes that no checkpoint keeps."""
         if self._class_values is None:
             return

@@ -287,7 +287,7 @@ def run_steps(
                 yield figures
                 if stop_if_hopeless and len(first_steps) < trial.TRY_STEPS:
                     first_steps.append(figures)
-                    raise_if_hopeless(run, first_steps)
+                    raise_if_long_run_has_no_signal(run, first_steps)
     except GeneratorExit:
         run.save()
         print_line(f"saved after step {run.step}: {run.dir}")
@@ -300,7 +300,9 @@ def run_steps(
             run.journal.print_summary()
 
 
-def raise_if_hopeless(run: GrpoRun | SftRun, first_steps: list[dict[str, Any]]) -> None:
+def raise_if_long_run_has_no_signal(
+    run: GrpoRun | SftRun, first_steps: list[dict[str, Any]]
+) -> None:
     """Raises ValueError, with advice, if no rewards differ within any group in the first steps."""
     evaluation_seconds = 0.0
     if run.journal.evaluations:

@@ -44,7 +44,9 @@ class TrlScorerAndRecorder:
         self.cpu_seconds: list[float] = []
         self.begin_s = 0.0
 
-    def compute_rewards(self, *_: Any, completion_ids: list[list[int]], **__: Any) -> list[float]:
+    def rewards_by_gwen_run(
+        self, *_: Any, completion_ids: list[list[int]], **__: Any
+    ) -> list[float]:
         """A reward function for TRL: the rewards that the Gwen run gives to these completions."""
         train: Any = importlib.import_module("train")
         eos_ids = self.run.model.config.eos_ids
@@ -148,7 +150,7 @@ def train_with_trl(gwen_run_dir: str, new_run_dir: str) -> None:
         callback = type("Callback", (transformers.TrainerCallback,), members)
         trl.GRPOTrainer(
             peft_model,
-            [recorder.compute_rewards],
+            [recorder.rewards_by_gwen_run],
             args=training_args,
             train_dataset=datasets.Dataset.from_dict({"prompt": texts}),
             processing_class=run.tokenizer,

@@ -12,7 +12,7 @@ from pathlib import Path
 from flags import exit_with_error
 from machine.output import guard_output
 from text.commands import SUBCOMMANDS
-from text.foreign_names import suggest_name
+from text.foreign_names import hint_on_unknown_name
 
 
 @guard_output()
@@ -30,7 +30,7 @@ def main() -> None:
         print_gwen_subcommands()
         return
     if word not in SUBCOMMANDS:
-        fix = suggest_name(word, SUBCOMMANDS) or "gwen --help lists the commands"
+        fix = hint_on_unknown_name(word, SUBCOMMANDS) or "gwen --help lists the commands"
         exit_with_error(f"{word!r:.60} is not a command; {fix}")
     file, *first_flags = SUBCOMMANDS[word].split()
     path = Path(__file__).parents[1] / file

@@ -24,13 +24,16 @@ class LoadedPolicy(NamedTuple):
 
 
 def load_policy(
-    name: str, adapter: str | None, start: str | None = None, end_tokens: Sequence[str] = ()
+    name: str,
+    adapter: str | None,
+    initial_adapter: str | None = None,
+    end_tokens: Sequence[str] = (),
 ) -> LoadedPolicy:
     """
     Loads a model with its adapter and its tokenizer.
 
-    adapter: the adapter's directory, or None to load the model without an adapter. start: the
-    directory of the adapter with which training started.
+    adapter: the adapter's directory, or None to load the model without an adapter. initial_adapter:
+    the directory of the adapter with which training started.
     """
     if adapter is None or adapters.is_full_weight_adapter(adapter):
         model, tokenizer = gwen.load(name, adapter=adapter, end_tokens=end_tokens)
@@ -38,7 +41,7 @@ def load_policy(
 
     model_choice.warn_of_different_base(adapter, name)
     model, tokenizer = gwen.load(name, end_tokens=end_tokens)
-    lora.attach_saved_adapter(model, adapter, start)
+    lora.attach_saved_adapter(model, adapter, initial_adapter)
     return LoadedPolicy(model, tokenizer, True)
 
 

@@ -153,7 +153,7 @@ def count_update_flops(
     return layer_flops + head_flops + num_measured_passes * measured_flops
 
 
-def format_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
+def format_step_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
     """
     Return a line with the bytes that a step reads, its FLOPs, and its estimated time.
 

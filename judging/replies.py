@@ -386,7 +386,7 @@ def labelled_scores(text: str) -> Scores:
     return scores or ([None] if has_words else [])
 
 
-def weakly_labelled_scores(text: str) -> Scores:
+def scores_after_ambiguous_labels(text: str) -> Scores:
     """
     Rule: the score is the number after a weak label, if the number may end the statement.
 
@@ -478,7 +478,7 @@ def read_score(reply: str, was_cut: bool = False) -> int | None:
         lambda: scores_in_json(answer[-2 * LONGEST :]),
         lambda: labelled_scores(text),
         lambda: opening_scores(unscaled, was_cut),
-        lambda: weakly_labelled_scores(text),
+        lambda: scores_after_ambiguous_labels(text),
     ]
     if not was_cut:
         rules += [

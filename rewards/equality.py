@@ -229,8 +229,8 @@ def _are_same_lists(expected: Any, stated: Any) -> bool:
     interval such as (1, 2).
     """
     if not (isinstance(expected, _UnbracketedList) and isinstance(stated, _UnbracketedList)):
-        expected_in_order = _list_tuple_or_interval_elements(expected)
-        stated_in_order = _list_tuple_or_interval_elements(stated)
+        expected_in_order = _list_tuple_or_open_interval_elements(expected)
+        stated_in_order = _list_tuple_or_open_interval_elements(stated)
         if expected_in_order is not None and stated_in_order is not None:
             return _are_same_in_order(expected_in_order, stated_in_order)
     expected_elements = _list_or_set_elements(expected)
@@ -248,7 +248,7 @@ def _list_or_set_elements(part: Any) -> Sequence[Any] | None:
     return list(part.args) if isinstance(part, sympy.FiniteSet) else None
 
 
-def _list_tuple_or_interval_elements(part: Any) -> Sequence[Any] | None:
+def _list_tuple_or_open_interval_elements(part: Any) -> Sequence[Any] | None:
     import sympy
 
     if isinstance(part, _UnbracketedList):

@@ -357,7 +357,7 @@ def serve_questions(source: BinaryIO, sink: BinaryIO, target: str, sealed: bool)
 
     while question := _read_number_question_and_limit(source):
         number, content, limit = question
-        frame = _answer_in_time(answer, number, content, limit, sealed)
+        frame = _answer_within_cpu_limit(answer, number, content, limit, sealed)
         if refused:
             error_line = f"tried an action that is refused in a sealed process: {refused[0]}"
             frame = _make_json_frame(number, None, error_line, True)
@@ -365,12 +365,12 @@ def serve_questions(source: BinaryIO, sink: BinaryIO, target: str, sealed: bool)
         sink.flush()
 
 
-def _answer_in_time(
+def _answer_within_cpu_limit(
     answer: Callable[[Any], Any],
     question_number: int,
     question: Any,
     cpu_seconds: float,
-    sealed: bool,
+    is_worker_sealed: bool,
 ) -> bytes:
     """
     The frame with the answer to a question, or with an error in place of the answer.
@@ -385,7 +385,7 @@ def _answer_in_time(
         return _make_json_frame(question_number, None, LATE, False)
     except BaseException as error:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        is_broken = sealed and isinstance(error, MemoryError)
+        is_broken = is_worker_sealed and isinstance(error, MemoryError)
         return _make_json_frame(question_number, None, _describe_error(error), is_broken)
     return frame
 

@@ -22,7 +22,7 @@ from flags import Parser, add_flags, explain_missing_run, flag_of, parse_seed_co
 from settings.checks import check_settings
 from text.commands import command_prefix
 from text.documents import load_yaml
-from text.foreign_names import suggest_name
+from text.foreign_names import hint_on_unknown_name
 from text.function_specs import split_off_arguments
 from text.printable import escape_invisible
 
@@ -437,7 +437,7 @@ def refuse_unknown_settings(names: Iterable[Any], prefix: str = "") -> None:
 def _advise_on_unknown_setting(key: str) -> str:
     if key in COMMAND:
         return f"it is not a setting but only a flag; give {flag_of(key)} on the command line"
-    advice = suggest_name(key, [*SETTINGS, *COMMAND], repr)
+    advice = hint_on_unknown_name(key, [*SETTINGS, *COMMAND], repr)
     return advice or "train.py --help-all lists them"
 
 

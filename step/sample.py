@@ -84,7 +84,7 @@ class Sample(NamedTuple):
 
     @property
     def turn_begins_and_ends(self) -> list[tuple[int, int]]:
-        """For each turn that the policy wrote, its start and its exclusive end in `response_ids`."""
+        """For each turn of the policy, its start and its exclusive end in `response_ids`."""
         spans: list[tuple[int, int]] = []
         for position in self.loss_positions:
             if spans and spans[-1][1] == position:

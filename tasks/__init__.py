@@ -494,10 +494,10 @@ def load_tools_and_environments(config: Config) -> tuple[dict[str, calls.Tool], 
             f"--tools {' '.join(specs)}: two tools have the same name; "
             "rename one of them; if they are decorated, functools.wraps preserves their names"
         )
-    return functions or task.tools, _load_environments(config.tools.env) or task.environments
+    return functions or task.tools, _load_environment_classes(config.tools.env) or task.environments
 
 
-def _load_environments(env_flag: str) -> dict[str, Any]:
+def _load_environment_classes(env_flag: str) -> dict[str, Any]:
     """
     The environment classes of --env, by name.
 

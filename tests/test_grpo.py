@@ -300,7 +300,7 @@ def test_a_term_sees_every_column_with_0_where_the_mask_is_0():
     tokens = tokens_of(CASE, array(NEW))._replace(
         entropies=array(entropies), sampled_logprobs=array(sampled)
     )
-    found = grpo.make_policy_loss(weighted, grpo.mean_of_tokens)(
+    found = grpo.make_loss_with_kl_and_entropy(weighted, grpo.mean_of_tokens)(
         tokens, grpo.Objective()
     ).value.item()
     each = -np.exp(NEW - OLD) * ADVANTAGES[:, None] * entropies * (sampled - OLD)

@@ -30,7 +30,7 @@ def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
         assert flags_in_hint <= commands, f"{name}: a flag that nobody has"
         assert (kind == "same") == (name in SETTINGS), name
         if kind != "same":
-            answer = foreign_names.suggest_name(flags.flag_of(name), sorted(of_training))
+            answer = foreign_names.hint_on_unknown_name(flags.flag_of(name), sorted(of_training))
             assert (
                 name in answer and "did you mean" not in answer and hint.replace("`", "") in answer
             )
@@ -285,9 +285,9 @@ def test_a_recipe_and_a_program_are_answered_like_a_flag():
 
 
 def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
-    assert foreign_names.suggest_name("--lora-alpha", ["--temp", "--seed"]) == ""
+    assert foreign_names.hint_on_unknown_name("--lora-alpha", ["--temp", "--seed"]) == ""
     assert (
-        foreign_names.suggest_name("--temperature", ["--temp", "--seed"])
+        foreign_names.hint_on_unknown_name("--temperature", ["--temp", "--seed"])
         == "TRL's temperature corresponds to --temp"
     )
 

@@ -42,7 +42,7 @@ def flag_to_key(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
-def suggest_name(
+def hint_on_unknown_name(
     unknown: str, valid_names: Collection[str], quote: Callable[[str], str] = str
 ) -> str:
     """

@@ -6,6 +6,7 @@ console are in reporting/, and the files of a run are in disk/run_files.py.
 """
 
 import functools
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -964,7 +965,13 @@ def digest_data_and_source_files(config: Config, task: tasks.Task) -> dict[str, 
     specs = list_possible_function_specs(config)
     objective = config.objective
     digests = digest_functions_and_files(
-        specs, [objective.teacher_prompt, task.rubric, task.witness]
+        specs,
+        [
+            objective.teacher_prompt,
+            task.rubric,
+            task.witness,
+            *list_programs_in_command(config.tools.env_server),
+        ],
     )
 
     mix = task.problems and task.problems.mix
@@ -984,10 +991,21 @@ def list_possible_function_specs(config: Config) -> list[str]:
     return [*specs, objective.loss_type, objective.advantage, config.optimizer.kind]
 
 
+def list_programs_in_command(command: str) -> list[str]:
+    """The Python files that a command names, such as the adapter of --env-server."""
+    return [word for word in shlex.split(command) if word.endswith(".py")]
+
+
 def list_source_files(config: Config, task: tasks.Task) -> list[Path]:
     """The user's files with functions, and the files of rubrics and of the teacher's prompt."""
     function_files = [functions.file_of_spec(spec) for spec in list_possible_function_specs(config)]
-    names = [*function_files, config.objective.teacher_prompt, task.rubric, task.witness]
+    names = [
+        *function_files,
+        config.objective.teacher_prompt,
+        task.rubric,
+        task.witness,
+        *list_programs_in_command(config.tools.env_server),
+    ]
     files = [Path(name) for name in names if name]
     return [file for file in dict.fromkeys(files) if file.is_file()]
 

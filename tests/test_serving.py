@@ -101,6 +101,7 @@ def test_no_position_is_computed_twice(tmp_path, monkeypatch):
 
 def test_a_request_may_limit_a_turn(tmp_path):
     run = served_run(tmp_path, "short turns")
+    assert ROOT / "tests" / "harness.py" in run.source_files  # a resume notices its changes
     samples, stats = play(run, 8, 0.0)
     spans = [end - begin for sample in samples for begin, end in sample.turn_begins_and_ends]
     assert not stats.failures

@@ -22,6 +22,8 @@ from serving.harness import Harness, HarnessEnded, close_harnesses
 from step.generation import generate_completions
 from step.sample import new_samples
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = f"{sys.executable} {ROOT / 'tests' / 'harness.py'}"
 GAME = ["--model", "demo:tools", "--max-tokens", "128", "--max-context", "320", "--eval-every", "0"]
 

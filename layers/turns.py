@@ -117,11 +117,11 @@ class TurnScheduler:
         self.replies: dict[int, list[int]] = {}  # the ids that each row gets next
 
         rows = list(prompt_lengths)
+        self.conversation.begin(rows)  # before the turns, whose limits it may change
         for row in rows:
             state.sequences[row] = []
             state.places[row] = []
             self._begin_turn(row)
-        self.conversation.begin(rows)
 
     @gpu.without_gradients()
     def decode(self) -> None:

@@ -32,6 +32,7 @@ from serving.requests import FIXED_SETTINGS, OFF, GenerateRequest, PendingReques
 
 # The first requests that arrive within this many seconds of each other are decoded together.
 GATHER_SECONDS = 0.5
+CANNOT_REPEAT = "memory ran out, and a turn could not be repeated exactly"
 MOST_LOGPROB_DIFFERENCE = 1e-4  # between a log-probability and the one that the harness reports
 
 
@@ -136,6 +137,7 @@ class ServedEpisodes:
         self.wave: list[ServedEpisode] = []
         self._has_begun = set[int]()  # the numbers of the episodes that are or were in a wave
         self._ready: dict[int, list[int] | str] = {}  # by row of the wave
+        self._rows = set[int]()  # the rows that the sampler decodes at the moment
         harness.endpoint.most_open = 2 * num_episodes
         harness.endpoint.context = context
 
@@ -162,6 +164,7 @@ class ServedEpisodes:
         self.wave = arrived
         self._has_begun.update(episode.number for episode in arrived)
         self._ready = {}
+        self._rows = set()
         return arrived
 
     def wait_for_results(self) -> None:
@@ -183,14 +186,16 @@ class ServedEpisodes:
 
     def begin(self, rows: list[int]) -> None:
         """
-        Rows begin. A row that begins again after memory ran out repeats the turns that the harness
-        knows.
+        These rows begin, and no others are decoded until they are over. A row that begins again
+        after memory ran out repeats the turns that the harness knows.
         """
-        for row in rows:
-            self.wave[row].num_sampled_turns = 0
-            self._ready.pop(row, None)
-            if self.wave[row].is_over:
-                self._ready[row] = "stop"
+        self._rows = set(rows)
+        self._ready = {}
+        for row, episode in enumerate(self.wave):
+            if row in self._rows:
+                episode.num_sampled_turns = 0
+            if episode.is_over:
+                self._end_row_of(episode)
 
     def turn_limit(self, row: int) -> int | None:
         """The limit in the request for the row's next turn."""
@@ -213,15 +218,19 @@ class ServedEpisodes:
         """Compares a turn that was sampled again with the one that the harness knows."""
         episode = self.wave[row]
         if ids != episode.turns[number].ids:
-            self._fail(episode, "memory ran out, and a turn could not be repeated exactly")
+            self._fail(episode, CANNOT_REPEAT)
         elif number < len(episode.replies):
             self._ready[row] = episode.replies[number]
+        elif episode.is_over:
+            self._ready[row] = "stop"
 
     def end_row(self, row: int, ids: list[int], logprobs: np.ndarray, reason: str) -> None:
         """Sends the unfinished turn of a row that has reached a limit to the harness."""
         episode = self.wave[row]
         episode.end_reason = reason
-        if ids:
+        if episode.num_sampled_turns < len(episode.turns):
+            self._fail(episode, CANNOT_REPEAT)
+        elif ids:
             self._answer(episode, ids, logprobs)
         elif episode.request:
             episode.request.refuse(self._explain_full_context(episode.request.request))
@@ -300,28 +309,40 @@ class ServedEpisodes:
 
     def _receive_session(self, episode: ServedEpisode, session: Any) -> None:
         """Connects the requests with a session's name to the episode."""
+        if episode.is_over and episode.session:
+            return
         if not isinstance(session, str) or not session:
             self._fail(episode, f"its session is {session!r:.40}, which is not a name")
-        elif episode.session and not episode.is_over:
+            return
+        if episode.session:
             self._fail(
                 episode,
                 "it has two sessions; only episodes with one agent and without retries are "
                 "supported",
             )
-        elif not episode.is_over:
-            episode.session = session
-            self._by_session[session] = episode
-            pending = self._unannounced.pop(session, None)
-            if pending is not None:
-                self._accept_request(episode, pending)
+            return
+        other = self._by_session.get(session)
+        if other is not None:
+            self._fail(episode, f"episode {other.number} has the same session {session!r:.40}")
+            return
+        episode.session = session
+        self._by_session[session] = episode
+        pending = self._unannounced.pop(session, None)
+        if pending is not None:
+            self._accept_request(episode, pending)
 
     def _receive_request(self, pending: PendingRequest) -> None:
         session = pending.request.session
         episode = self._by_session.get(session)
         if episode is not None:
             self._accept_request(episode, pending)
-        elif session in self._unannounced or len(self._unannounced) >= len(self.episodes):
-            pending.refuse(f"no episode has announced the session {session!r:.80}")
+        elif session in self._unannounced:
+            pending.refuse(f"the session {session!r:.80} has an open request already", status=409)
+        elif len(self._unannounced) >= len(self.episodes):
+            pending.refuse(
+                f"no episode has announced the session {session!r:.80}; try again later",
+                status=503,
+            )
         else:
             self._unannounced[session] = pending
 
@@ -364,9 +385,17 @@ class ServedEpisodes:
             episode.request = None
 
     def _end_row_of(self, episode: ServedEpisode) -> None:
-        """Ends the episode's row in the wave, unless it has ended at a limit."""
-        if episode in self.wave and not episode.end_reason:
-            self._ready[self.wave.index(episode)] = "stop"
+        """
+        Ends the episode's row in the wave, unless it has ended at a limit.
+
+        A row that repeats its turns after memory ran out ends when it has repeated all of them.
+        """
+        if episode not in self.wave or episode.end_reason:
+            return
+        row = self.wave.index(episode)
+        is_repeating = row in self._rows and episode.num_sampled_turns < len(episode.turns)
+        if episode.error or not is_repeating:
+            self._ready[row] = "stop"
 
     def _fail_silent_episodes(self) -> None:
         """Ends the episodes of which the harness has given no sign for too long."""
@@ -404,9 +433,10 @@ class ServedEpisodes:
             return
         reply = pending.request.token_ids[len(episode.ids) :]
         episode.replies.append(reply)
-        # after memory ran out, the row may not have come to this turn yet
-        if episode.num_sampled_turns == len(episode.turns):
-            self._ready[self.wave.index(episode)] = reply
+        # after memory ran out, the row may not have begun again or not have come to this turn
+        row = self.wave.index(episode)
+        if row in self._rows and episode.num_sampled_turns == len(episode.turns):
+            self._ready[row] = reply
 
     def _check_request(self, episode: ServedEpisode, request: GenerateRequest) -> bool:
         """
@@ -483,7 +513,7 @@ def read_outcome(message: dict[str, Any]) -> EpisodeOutcome:
     """
     error = message.get("error")
     if error:
-        raise ValueError(f"{error}"[:500])
+        raise ValueError(" ".join(f"{error}".split())[:500])
     reward = message.get("reward")
     if not _is_finite_number(reward):
         raise ValueError(f"its reward is {reward!r:.40}, which is not a number")

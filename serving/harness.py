@@ -46,6 +46,25 @@ class HarnessEnded(ValueError):
     """The harness has ended, or has sent something that is not a message."""
 
 
+def parse_message(line: bytes) -> dict[str, Any] | None:
+    """
+    The message in a line; None if the line is not a JSON object with a type.
+
+    Halves of surrogate pairs, which JSON may contain but no file in UTF-8 can, become question
+    marks.
+    """
+    try:
+        message = json.loads(line)
+        if rb"\u" in line:
+            text = json.dumps(message, ensure_ascii=False)
+            message = json.loads(text.encode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        return None
+    return message
+
+
 class Harness:
     """
     A harness that runs, and the endpoint that it uses.
@@ -171,11 +190,8 @@ class Harness:
             if len(line) == MOST_LINE_BYTES:
                 self._end_reason = f"it sent a line of more than {MOST_LINE_BYTES >> 20} MB"
                 return
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                message = None
-            if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+            message = parse_message(line)
+            if message is None:
                 self._end_reason = f"it sent {line[:80]!r}, which is not a message"
                 return
             self._num_free.acquire()

@@ -26,6 +26,7 @@ HOST = "127.0.0.1"
 MODEL_NAME = "policy"
 MOST_BODY_BYTES = 16 << 20  # of a request
 START_SECONDS = 30.0
+SHUTDOWN_SECONDS = 1.0  # how long `close` waits for requests that are still open
 
 
 class CancelledRequest:
@@ -80,7 +81,12 @@ class Endpoint:
         application.router.add_post("/inference/v1/generate", self._generate)
         application.router.add_get("/v1/models", self._list_models)
         # a handler is cancelled when its client closes the connection
-        runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(
+            application,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_SECONDS,
+        )
         try:
             self.loop.run_until_complete(runner.setup())
             site = web.TCPSite(runner, HOST, 0, backlog=1024)
@@ -97,7 +103,11 @@ class Endpoint:
 
     def _check_token(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+        expected = f"Bearer {self.token}"
+        # aiohttp reads bytes that are not UTF-8 as halves of surrogate pairs
+        if not hmac.compare_digest(
+            given.encode(errors="surrogateescape"), expected.encode(errors="surrogateescape")
+        ):
             raise RefusedRequest("the API key is wrong", status=401)
 
     async def _list_models(self, request: web.Request) -> web.Response:
@@ -117,8 +127,8 @@ class Endpoint:
                     f"{self.num_open} requests are open already; try again later", status=503
                 )
             try:
-                body = json.loads(await request.text())
-            except ValueError as error:
+                body = json.loads(await request.read())
+            except (ValueError, RecursionError) as error:
                 raise RefusedRequest(f"the body is not JSON: {error}") from error
             parsed = parse_generate_request(body, request.headers.get("X-Session-ID", ""))
         except RefusedRequest as refusal:

@@ -87,9 +87,11 @@ class Harness:
         self._num_free = threading.Semaphore(MOST_UNREAD)  # places for messages in `events`
         # the examples that the harness has listed, by split; None before its first message
         self.examples: dict[str, list[dict[str, Any]]] | None = None
+        self._policy: dict[str, Any] | None = None  # the last one that the harness got
         self._num_episodes = 0
         self._num_sent: Counter[tuple[str, int]] = Counter()  # messages by type and episode
         self._end_reason = ""
+        self._ended_at: float | None = None  # when the end of the process was noticed first
         self._is_closed = False
         with tempfile.NamedTemporaryFile(
             prefix="gwen-harness-", suffix=".log", delete=False
@@ -106,6 +108,7 @@ class Harness:
                 )
             except (OSError, ValueError) as error:
                 self.endpoint.close()
+                os.unlink(self.log)
                 raise ValueError(f"--env-server {command}: cannot be started: {error}") from error
         for work in (self._read_messages, self._write_messages):
             threading.Thread(target=work, name="gwen-harness", daemon=True).start()
@@ -136,6 +139,17 @@ class Harness:
         """Raises HarnessEnded because of a message that makes no sense."""
         self._end_reason = f"it sent {json.dumps(message):.80}; {reason}"
         self._raise_ended(self._end_reason)
+
+    def tell_policy(self, policy: dict[str, Any]) -> None:
+        """
+        Sends the message with the policy, unless it was the last one that the harness got.
+
+        Several runs of one process may take turns with the harness.
+        """
+        if policy != self._policy:
+            self.endpoint.context = policy["context"]
+            self.send(policy)
+            self._policy = policy
 
     def send(self, message: dict[str, Any]) -> None:
         """
@@ -177,6 +191,7 @@ class Harness:
                 return event
             if end_reason:
                 self._raise_ended(end_reason)
+            self._notice_end_with_open_output()
             if time.monotonic() >= deadline:
                 return None
 
@@ -196,8 +211,24 @@ class Harness:
                 return
             self._num_free.acquire()
             self.events.put(message)
-        status = self.process.wait()
-        self._end_reason = f"it ended with the status {status}"
+        try:
+            status = self.process.wait(END_SECONDS)
+            self._end_reason = f"it ended with the status {status}"
+        except subprocess.TimeoutExpired:
+            self._end_reason = "it closed its standard output, but has not ended"
+
+    def _notice_end_with_open_output(self) -> None:
+        """
+        Sets the reason of the end if the harness has ended, but has left a child that keeps its
+        output open. The other thread cannot notice this.
+        """
+        status = self.process.poll()
+        if status is None or self._end_reason:
+            return
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+        elif time.monotonic() - self._ended_at > END_SECONDS:
+            self._end_reason = f"it ended with the status {status}"
 
     def _raise_ended(self, reason: str) -> NoReturn:
         """Raises HarnessEnded with the reason and the last line that the harness printed."""
@@ -227,7 +258,8 @@ class Harness:
         self._is_closed = True
         atexit.unregister(self.close)
         self._outgoing.put(None)  # closes the input of the harness
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        # an impatient user may interrupt the wait
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             self.process.wait(END_SECONDS)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -23,7 +23,14 @@ NEUTRAL = {
     "min_tokens": 0,
 }
 LARGEST_NUMBER = 1e9  # of a setting
-UNSUPPORTED = ("stop", "logit_bias", "bad_words", "allowed_token_ids", "structured_outputs")
+UNSUPPORTED = (
+    "stop",
+    "ignore_eos",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+)
 
 
 class RefusedRequest(ValueError):

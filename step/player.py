@@ -49,19 +49,17 @@ class HarnessPlayer:
         self.context = max_conversation_tokens(config.tools, model.max_position_embeddings)
         self._tokenizer_directory = tempfile.TemporaryDirectory(prefix="gwen-tokenizer-")
         tokenizer.save_pretrained(self._tokenizer_directory.name)
-        harness.endpoint.context = self.context
-        harness.send(
-            {
-                "type": "policy",
-                "url": harness.endpoint.url,
-                "model": MODEL_NAME,
-                "tokenizer": self._tokenizer_directory.name,
-                "context": self.context,
-                "end_ids": list(model.end_ids),
-                "thinking": self.thinking,
-                "chat_template": str(tokenizer.chat_template),
-            }
-        )
+        self.policy = {
+            "type": "policy",
+            "url": harness.endpoint.url,
+            "model": MODEL_NAME,
+            "tokenizer": self._tokenizer_directory.name,
+            "context": self.context,
+            "end_ids": list(model.end_ids),
+            "thinking": self.thinking,
+            "chat_template": str(tokenizer.chat_template),
+        }
+        harness.tell_policy(self.policy)
 
     def encode_prompt(self, example: Example) -> list[int]:
         """
@@ -105,6 +103,7 @@ class HarnessPlayer:
 
         Raises ValueError if the harness has ended, or if all episodes failed.
         """
+        self.harness.tell_policy(self.policy)
         episodes = ServedEpisodes(
             self.harness,
             len(samples),

@@ -27,7 +27,11 @@ def load_harness_task(task: Task, command: str, timeout: float) -> Task:
     """
     harness = get_or_start_harness(command)
     if harness.examples is None:
-        harness.examples = receive_examples(harness, timeout)
+        try:
+            harness.examples = receive_examples(harness, timeout)
+        except HarnessEnded:
+            harness.close()
+            raise
     train, held_out = harness.examples["train"], harness.examples["held_out"]
     return task._replace(
         train=train,
@@ -48,7 +52,6 @@ def receive_examples(harness: Harness, timeout: float) -> dict[str, list[Example
         message = harness.take_event(POLL)
         waited_s += POLL
         if message is None and waited_s > timeout:
-            harness.close()
             raise HarnessEnded(
                 f"--env-server {harness.command}: it listed no examples within {timeout:g} s "
                 f"(--env-timeout); its output is in {harness.log}"

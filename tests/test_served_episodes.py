@@ -281,7 +281,7 @@ def test_texts_of_a_harness_can_be_written_to_a_file():
 
 
 def test_an_error_of_a_harness_is_one_line():
-    with pytest.raises(ValueError, match="^a b$"):
+    with pytest.raises(ValueError, match=r"^a b$"):
         read_outcome({"error": "a\n\n  b\n"})
 
 

@@ -2,8 +2,12 @@
 
 import json
 import queue
+import shlex
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -326,6 +330,8 @@ def test_the_endpoint_names_the_longest_prompt(endpoint):
     "body, status, text",
     [
         (b"{", 400, "JSON"),
+        (b"\xff", 400, "JSON"),
+        (b"[" * 100_000, 400, "JSON"),
         ([], 400, "object"),
         ({}, 400, "token_ids"),
         ({"token_ids": [1, "2"]}, 400, "integers"),
@@ -337,6 +343,10 @@ def test_the_endpoint_names_the_longest_prompt(endpoint):
         ({"token_ids": [1], "sampling_params": {"n": 2}}, 400, "n 2"),
         ({"token_ids": [1], "sampling_params": {"stop": ["x"]}}, 400, "stop"),
         ({"token_ids": [1], "features": {"a": 1}}, 400, "features"),
+        ({"token_ids": [1], "sampling_params": {"ignore_eos": True}}, 400, "ignore_eos"),
+        (b'{"token_ids": [1], "sampling_params": {"max_tokens": NaN}}', 400, "max_tokens"),
+        (b'{"token_ids": [1], "sampling_params": {"top_p": Infinity}}', 400, "top_p"),
+        (b'{"token_ids": [1e3]}', 400, "integers"),
     ],
 )
 def test_a_wrong_request_is_refused_with_its_reason(endpoint, body, status, text):
@@ -350,6 +360,46 @@ def test_a_request_without_the_secret_is_refused(endpoint):
     code, _ = post(endpoint, {"token_ids": [1]}, token="other")
     assert code == 401
     assert post(endpoint, {"token_ids": [1]}, session="")[0] == 400
+
+
+@pytest.mark.parametrize(
+    "headers, status",
+    [
+        (b"Authorization: Bearer \xff", 401),
+        (b"Authorization: Bearer secret\r\nContent-Type: application/json; charset=no-such", 400),
+        (b"Authorization: Bearer secret\r\nX-Session-ID: \xff", 400),
+    ],
+)
+def test_headers_that_are_not_text_are_refused_without_a_traceback(
+    endpoint, headers, status, caplog
+):
+    body = b"{}"
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as client:
+        client.sendall(
+            b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+            + headers
+            + b"\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        answer = client.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 %d" % status)
+    assert not caplog.records
+
+
+def test_an_endpoint_closes_although_a_request_is_open():
+    endpoint = Endpoint("secret", queue.SimpleQueue())
+    endpoint.most_open = 1
+    body = b'{"token_ids": [1]}'
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as client:
+        client.sendall(
+            b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\nX-Session-ID: a\r\n"
+            b"Authorization: Bearer secret\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        endpoint.events.get(timeout=10)
+        begin = time.monotonic()
+        endpoint.close()
+        assert time.monotonic() - begin < 5
+        assert not endpoint._thread.is_alive()
 
 
 def test_a_thousand_requests_at_once_are_bounded(endpoint):
@@ -397,6 +447,77 @@ def test_a_harness_ends_with_its_children():
     assert state.stdout.strip()[:1] in ("", "Z")
     with pytest.raises(HarnessEnded):
         harness.send({"type": "play"})
+
+
+def wait_for_end(harness):
+    with pytest.raises(HarnessEnded) as error:
+        for _ in range(200):
+            harness.take_event(0.1)
+    harness.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "script, text",
+    [
+        ("exec 1>&-; sleep 1000", "closed its standard output"),
+        ("sleep 1000 & exit 4", "ended with the status 4"),
+        ("exec head -c 20000000 /dev/zero", "more than 16 MB"),
+        (r"printf '\377\n'; sleep 1000", "not a message"),
+    ],
+)
+def test_a_harness_that_can_send_nothing_more_is_noticed(script, text, monkeypatch):
+    monkeypatch.setattr("serving.harness.END_SECONDS", 0.5)
+    assert text in wait_for_end(Harness(shlex.join(["sh", "-c", script])))
+
+
+def test_a_harness_that_ignores_the_end_of_its_input_is_killed(monkeypatch):
+    monkeypatch.setattr("serving.harness.END_SECONDS", 0.5)
+    harness = Harness("sleep 1000")
+    harness.close()
+    assert harness.process.returncode == -signal.SIGKILL
+
+
+def test_a_second_ctrl_c_does_not_leave_the_harness_behind(monkeypatch):
+    harness = Harness("sleep 1000")
+    wait = harness.process.wait
+
+    def interrupt(timeout=None):
+        if timeout and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return wait()
+
+    monkeypatch.setattr(harness.process, "wait", interrupt)
+    harness.close()
+    assert harness.process.returncode == -signal.SIGKILL
+
+
+def test_a_command_that_cannot_be_started_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ValueError, match="cannot be started"):
+        Harness("/no/such/command")
+    assert not list(tmp_path.iterdir())
+
+
+def test_runs_that_share_a_harness_each_tell_it_their_policy(tmp_path):
+    first, second = (served_run(tmp_path / name) for name in ("first", "second"))
+    assert first.player.harness is second.player.harness
+    directories = []
+    send = first.player.harness.send
+
+    def record(message):
+        if message["type"] == "policy":
+            directories.append(message["tokenizer"])
+        send(message)
+
+    first.player.harness.send = record
+    try:
+        for run in (first, second, second, first):
+            play(run, 1, 0.0)
+    finally:
+        del first.player.harness.send
+    expected = [run.player.policy["tokenizer"] for run in (first, second, first)]
+    assert directories == expected
 
 
 # ---- what is imported

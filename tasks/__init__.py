@@ -249,6 +249,11 @@ def make_task(
             "evaluations use no gate"
         )
     notes += _judge_warnings(config, task)
+    if config.evaluation.every and not task.held_out and task.harness is not None:
+        raise ValueError(
+            f"the harness of --env-server {config.tools.env_server} lists no held-out examples for "
+            "evaluations; let it list some, or set --eval-every 0"
+        )
     if config.evaluation.every and not task.held_out:
         raise ValueError(
             f"no prompt of --data {data.path} is held out for evaluations; "

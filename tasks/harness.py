@@ -5,16 +5,18 @@ The harness lists its examples in its first message. An example has a `prompt`, 
 chat messages, and may have a `system` message, a `name`, an `answer` and a `category`.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
+from prompts.data import check_system_and_category
 from prompts.examples import Example, shorten_value
+from prompts.messages import check_message_order, check_text, read_messages
 from rewards.rewards import UserReward
 from serving.harness import POLL, REWARD_NAME, Harness, HarnessEnded, get_or_start_harness
 from tasks.task import Task
 
-TEXT_COLUMNS = ("system", "name", "category")  # optional columns that are texts
-OTHER_COLUMNS = ("answer",)
+COLUMNS = ("system", "name", "answer", "category")  # optional columns
 
 
 def load_harness_task(task: Task, command: str, timeout: float) -> Task:
@@ -75,36 +77,33 @@ def receive_examples(harness: Harness, timeout: float) -> dict[str, list[Example
 
 def read_example(harness: Harness, split: str, number: int, row: Any) -> Example:
     """An example of the harness, as the other tasks have it. Raises HarnessEnded if it is wrong."""
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    is_text = isinstance(prompt, str) and bool(prompt.strip())
-    if not is_text and not _are_chat_messages(prompt):
-        harness.refuse_message(
-            {split: row},
-            f"example {number} needs a prompt, either a text or chat messages with contents",
-        )
-    example: Example = {"prompt": prompt, "split": split, "number": number}
-    for name in TEXT_COLUMNS:
-        value = row.get(name)
-        if value is not None and not isinstance(value, str):
-            harness.refuse_message(
-                {name: value}, f"{name} of example {number} is not a text: {shorten_value(value)}"
-            )
-        example[name] = value
-    for name in OTHER_COLUMNS:
+    try:
+        return read_columns(row) | {"split": split, "number": number}
+    except ValueError as error:
+        harness.refuse_message({split: row}, f"example {number} of {split}: {error}")
+
+
+def read_columns(row: Any) -> Example:
+    """The columns of an example. Raises ValueError if one is missing or wrong."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{shorten_value(row)} is not a JSON object")
+    prompt = row.get("prompt")
+    if isinstance(prompt, list):
+        prompt = read_messages("prompt", prompt)
+        check_message_order("prompt", prompt)
+    else:
+        check_text("prompt", prompt)
+    example: Example = {"prompt": prompt}
+    for name in COLUMNS:
         example[name] = row.get(name)
+    if example["name"] is not None:
+        check_text("name", example["name"])
+    check_system_and_category(example, prompt)
+    try:
+        json.dumps(example["answer"], allow_nan=False)
+    except ValueError as error:
+        raise ValueError("answer contains NaN or Infinity; send null instead") from error
     return example
-
-
-def _are_chat_messages(prompt: Any) -> bool:
-    """Whether a prompt is a list of chat messages with texts."""
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    for message in prompt:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            return False
-        if not isinstance(message.get("role"), str):
-            return False
-    return True
 
 
 def make_harness_reward() -> UserReward:

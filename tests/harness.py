@@ -123,6 +123,11 @@ class Player:
         }
         if MODE == "wrong result" and number % 2:
             result["own"] = own[1:]
+        if MODE.startswith("only") and number % 8 not in map(int, MODE.split()[1:]):
+            result = {"error": "this episode fails"}
+        if MODE == "odd":
+            result["metrics"] = {"": 1e15, "a b\nc": -3, "reward/mean": 2, "é" * 300: 0.5}
+            result["messages"] = [{"role": "robot", "content": "\x1b[31m\ud800\0", "name": ""}] * 3
         if MODE == "bad reward" and number % 2:
             result["reward"] = "much"
         send(type="result", episode=number, **result)
@@ -147,7 +152,17 @@ def main():
         print("hello", file=OUT, flush=True)
         time.sleep(600)
     rows = [{"prompt": "I think of a number from 1 to 20. Find it."}] * NUM_EXAMPLES
-    send(type="ready", train=rows, held_out=rows[:4])
+    if MODE == "odd":
+        rows = [
+            row | {"answer": {"\ud800": [10**300]}, "name": "\ud800\n", "category": "x/y"}
+            for row in rows
+        ]
+    if MODE.startswith("example"):
+        rows[1] = json.loads(MODE.removeprefix("example"))
+    if MODE == "no held-out":
+        send(type="ready", train=rows, held_out=[])
+    else:
+        send(type="ready", train=rows, held_out=rows[:4])
     if MODE == "flood":
         while True:
             send(type="result", episode=1, noise="x" * 1000)

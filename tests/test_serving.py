@@ -1,7 +1,9 @@
 """Episodes of an outside harness: the endpoint, the sampler's turns, and what goes wrong."""
 
 import json
+import math
 import queue
+import re
 import shlex
 import signal
 import socket
@@ -18,6 +20,7 @@ import pytest
 from conftest import ROOT, run_command
 from small_run import make_run
 
+import trainer
 from kv_cache import SlotCache
 from machine.memory import BatchSize
 from serving import requests as protocol
@@ -25,6 +28,7 @@ from serving.endpoint import CancelledRequest, Endpoint
 from serving.harness import Harness, HarnessEnded, close_harnesses
 from step.generation import generate_completions
 from step.sample import new_samples
+from train import train
 
 pytestmark = pytest.mark.slow
 
@@ -253,6 +257,41 @@ def test_a_run_evaluates_its_held_out_examples_with_the_harness(tmp_path):
     output = run_command("evaluate.py", "--run", run_dir, "--json")
     assert output.returncode == 0, output.stderr
     assert json.loads(output.stdout)["eval/greedy"] == evaluations[1]["eval/greedy"]
+
+
+@pytest.mark.parametrize(
+    "mode, flags, texts",
+    [
+        ('example{"prompt": [{"role": "system", "content": "x"}]}', [], ["example 1", "'user'"]),
+        ('example{"prompt": [{"role": "robot", "content": "x"}]}', [], ["example 1", "'robot'"]),
+        ('example{"prompt": " "}', [], ["example 1", "empty"]),
+        ('example{"prompt": "a", "answer": NaN}', [], ["example 1", "NaN"]),
+        ("no held-out", ["--eval-every", "1"], ["no held-out examples", "--eval-every 0"]),
+    ],
+)
+def test_examples_that_cannot_be_used_are_one_line(tmp_path, mode, flags, texts):
+    with pytest.raises(ValueError, match=re.escape(texts[0])) as error:
+        served_run(tmp_path, mode, 8, *flags)
+    assert texts[1] in str(error.value)
+
+
+def test_odd_texts_of_a_harness_do_not_end_the_run(tmp_path):
+    output = run_command(
+        "train.py", *GAME[:-1], "1", "--env-server", f"{SCRIPT} odd", "--batch", "2",
+        "--groups", "2", "--steps", "1", "--run-dir", tmp_path / "run",
+    )  # fmt: skip
+    assert output.returncode == 0, output.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--train-completions", "2", "--truncated", "mask"]])
+@pytest.mark.parametrize("mode", ["only 1", "only 1 2 3 4", "only 1 5", "only 2 3 6 7"])
+def test_a_step_trains_on_the_episodes_that_are_left(tmp_path, mode, flags):
+    """One episode, one group, one episode of each group, or two of each."""
+    flags = ["--batch", "2", "--groups", "4", "--steps", "1", "--learning-rate", "0.001", *flags]
+    run = served_run(tmp_path, mode, 8, *flags)
+    [metrics] = trainer.run_steps(run, train, stop_if_hopeless=False)
+    assert metrics["episodes/failed"] == 8 - len(mode.split()[1:])
+    assert math.isfinite(metrics["loss"])
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ def describe_task(task: Any) -> dict[str, Any]:
     prompt = data.prompt
     if isinstance(prompt, list):
         prompt = [message_to_wire(message) for message in prompt]
+        if not any(message["role"] == "user" for message in prompt):
+            prompt = None  # the user's messages come from the environment
     return {
         "prompt": prompt or data.description or data.name or f"task {data.idx}",
         "system": data.system_prompt,

@@ -65,6 +65,23 @@ def parse_message(line: bytes) -> dict[str, Any] | None:
     return message
 
 
+def start_guard(group: int) -> subprocess.Popen[bytes]:
+    """
+    Starts a process that kills a group of processes soon after this process has ended.
+
+    `Harness.close` ends a harness, but a signal may end this process before. A harness that does
+    not read its input would then run on.
+    """
+    script = f"cat; sleep {END_SECONDS:g}; kill -9 -{group}"
+    return subprocess.Popen(
+        ["sh", "-c", script],
+        stdin=subprocess.PIPE,  # ends with this process
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
 class Harness:
     """
     A harness that runs, and the endpoint that it uses.
@@ -110,6 +127,7 @@ class Harness:
                 self.endpoint.close()
                 os.unlink(self.log)
                 raise ValueError(f"--env-server {command}: cannot be started: {error}") from error
+        self._guard = start_guard(self.process.pid)
         for work in (self._read_messages, self._write_messages):
             threading.Thread(target=work, name="gwen-harness", daemon=True).start()
         atexit.register(self.close)
@@ -264,6 +282,8 @@ class Harness:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._guard.kill()
+        self._guard.communicate()
         self.endpoint.close()
 
 

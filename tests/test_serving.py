@@ -531,6 +531,25 @@ def test_a_second_ctrl_c_does_not_leave_the_harness_behind(monkeypatch):
     assert harness.process.returncode == -signal.SIGKILL
 
 
+def test_a_harness_ends_although_its_run_was_killed():
+    code = (
+        "import serving.harness, os\n"
+        "serving.harness.END_SECONDS = 0.1\n"
+        "harness = serving.harness.Harness('sleep 1000')\n"
+        "print(harness.process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    pid = output.stdout.strip()
+    for _ in range(100):
+        state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True)
+        if state.stdout.strip()[:1] in ("", "Z"):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"the harness {pid} still runs")
+
+
 def test_a_command_that_cannot_be_started_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ValueError, match="cannot be started"):

@@ -328,7 +328,12 @@ def sample_completions(
     temp: the temperature; None stands for the run's --temp.
     """
     settings = run.config.sampling
-    if getattr(run, "toolbox", None) or getattr(run, "player", None):
+    if getattr(run, "player", None):
+        raise ValueError(
+            "`sample` cannot sample from a run with --env-server, because its harness writes the "
+            "prompts and answers the turns; use `evaluate`"
+        )
+    if getattr(run, "toolbox", None):
         command = command_prefix_with_extras(run.config.to_flags(), "chat.py")
         raise ValueError(
             "`sample` cannot sample from a run with tools, because its answers have several turns; "

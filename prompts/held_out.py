@@ -180,6 +180,8 @@ def _has_split_column(examples: list[Example]) -> bool:
 def advice_on_holding_out_more(num_held_out: int, settings: dict[str, Any]) -> str:
     """Advice on how to hold out more than `num_held_out` problems."""
     fix = "--eval-data FILE or --data TRAIN,HELD_OUT"
+    if settings.get("env_server"):
+        fix = "the harness of --env-server"
     if settings.get("eval_limit") == num_held_out:
         fix = "a higher --eval-limit"
     advice = f"hold out more with {fix}"

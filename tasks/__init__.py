@@ -182,6 +182,7 @@ def _load_harness_task(config: Config, source: str | None) -> Task:
         "--env": config.tools.env,
         "--tools": " ".join(config.tools.tools),
         "--verifier": config.data.verifier,
+        "--task-config": config.data.task_config,
     }
     for flag, value in others.items():
         if value:
@@ -226,6 +227,8 @@ def make_task(
     if data.reward:
         task = _with_user_rewards_instead(task, config)
     task = _with_tools_and_environments(task, config)
+    if task.harness is not None:
+        task = _with_harness_reward(task)
     if config.objective.truncated == "punish":
         task = _with_length_penalty(task, config.sampling.max_tokens)
     if is_own and not (task.rewards or task.rubric or config.objective.teacher):
@@ -551,6 +554,18 @@ def _with_tools_and_environments(task: Task, config: Config) -> Task:
     if task.tools or task.has_episodes:
         _refuse_settings_unfit_for_tools(task, config)
     return task
+
+
+def _with_harness_reward(task: Task) -> Task:
+    """The task with the reward that its harness computes, in addition to the user's rewards."""
+    from tasks.harness import REWARD_NAME, make_harness_reward
+
+    if REWARD_NAME in task.rewards:
+        raise ValueError(
+            f"--reward {REWARD_NAME}: the harness of --env-server has a reward with this name; "
+            "rename the function"
+        )
+    return task.with_reward(REWARD_NAME, make_harness_reward())
 
 
 def _raise_if_environments_do_not_fit(task: Task, config: Config) -> None:

@@ -21,7 +21,7 @@ COLUMNS = ("system", "name", "answer", "category")  # optional columns
 
 def load_harness_task(task: Task, command: str, timeout: float) -> Task:
     """
-    The task with the harness that `command` starts, and with its examples and its reward.
+    The task with the harness that `command` starts, and with its examples.
 
     timeout: the most seconds that the harness may take to list its examples.
 
@@ -43,7 +43,7 @@ def load_harness_task(task: Task, command: str, timeout: float) -> Task:
             f"harness: {len(train)} examples to train on, {len(held_out)} held out; its output is "
             f"in {harness.log}"
         ],
-    ).with_reward(REWARD_NAME, make_harness_reward())
+    )
 
 
 def receive_examples(harness: Harness, timeout: float) -> dict[str, list[Example]]:

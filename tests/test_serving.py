@@ -275,6 +275,21 @@ def test_examples_that_cannot_be_used_are_one_line(tmp_path, mode, flags, texts)
     assert texts[1] in str(error.value)
 
 
+def test_rewards_of_the_user_are_added_to_that_of_the_harness(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def short(completions, **columns): return [0.5] * len(completions)\n")
+    run = served_run(tmp_path / "run", "plain", 8, "--reward", f"{file}:short")
+    assert run.task.rewards_with_nonzero_weight.keys() == {"short", "environment"}
+    file.write_text("def environment(completions, **columns): return [0.5] * len(completions)\n")
+    with pytest.raises(ValueError, match="rename the function"):
+        served_run(tmp_path / "other", "plain", 8, "--reward", f"{file}:environment")
+
+
+def test_a_program_cannot_sample_single_answers_of_an_environment(tmp_path):
+    with pytest.raises(ValueError, match="--env-server"):
+        trainer.sample_completions(served_run(tmp_path), ["hello"], 1, None)
+
+
 def test_odd_texts_of_a_harness_do_not_end_the_run(tmp_path):
     output = run_command(
         "train.py", *GAME[:-1], "1", "--env-server", f"{SCRIPT} odd", "--batch", "2",
@@ -300,6 +315,7 @@ def test_a_step_trains_on_the_episodes_that_are_left(tmp_path, mode, flags):
         (["--data", "tests/sums.jsonl"], "--data"),
         (["--tools", "mine.py:f"], "--tools"),
         (["--task", "demo"], "--task is demo"),
+        (["--task-config", "x=1"], "--task-config x=1"),
         (["--stop", "x"], "--stop"),
     ],
 )

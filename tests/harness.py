@@ -21,7 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-MODE = sys.argv[1]
+MODE = sys.argv[1].removesuffix(" numbered")
+HAS_NUMBERED_PROMPTS = sys.argv[1] != MODE
 NUM_EXAMPLES = int(sys.argv[2]) if len(sys.argv) > 2 else 8
 MAX_TURNS = 6
 OUT = os.fdopen(os.dup(1), "w")
@@ -85,6 +86,8 @@ class Player:
             random.seed(zlib.crc32(message["seed"].encode()))
             prompt = game.reset()
             random.setstate(state)
+        if HAS_NUMBERED_PROMPTS:
+            prompt += f" This is game {message['example']}."
         send(type="session", episode=number, session=session)
         tools = list(self.schemas.values())
         ids = self.template.encode_chat(self.tokenizer, prompt, tools=tools, thinking=False)

@@ -47,7 +47,7 @@ def served_run(run_dir, mode="plain", num_examples=8, *flags):
     return make_run(run_dir, *GAME, "--env-server", f"{SCRIPT} '{mode}' {num_examples}", *flags)
 
 
-def play(run, num_groups, temperature, group_size=1, is_evaluation=False):
+def play(run, num_groups, temperature, group_size=1, is_evaluation=False, num_slots=64):
     """Samples of the run's first examples."""
     examples = (run.task.train * num_groups)[:num_groups]
     prompts = (run.prompt_ids * num_groups)[:num_groups]
@@ -57,7 +57,7 @@ def play(run, num_groups, temperature, group_size=1, is_evaluation=False):
         new_samples(examples, prompts, group_size),
         run.sampling._replace(temperature=temperature),
         key=11,
-        batch_size=BatchSize(64),
+        batch_size=BatchSize(num_slots),
         toolbox=run.toolbox,
         player=run.player,
         environment_seed="seed",
@@ -118,11 +118,12 @@ def test_a_request_may_limit_a_turn(tmp_path):
     assert max(spans) == 5
 
 
+@pytest.mark.parametrize("mode", ["plain", "short turns", "plain numbered", "short turns numbered"])
 def test_rows_that_begin_again_after_memory_ran_out_repeat_the_turns_that_the_harness_knows(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, mode
 ):
-    run = served_run(tmp_path)
-    expected, _ = play(run, 24, 1.0)
+    run = served_run(tmp_path, mode)
+    expected, _ = play(run, 24, 1.0, num_slots=8)
     plan_writes = SlotCache.plan_writes
     num_prefills = 0
 
@@ -135,7 +136,7 @@ def test_rows_that_begin_again_after_memory_ran_out_repeat_the_turns_that_the_ha
         plan_writes(cache, num_new)
 
     monkeypatch.setattr(SlotCache, "plan_writes", fail_once)
-    samples, stats = play(run, 24, 1.0)
+    samples, stats = play(run, 24, 1.0, num_slots=8)
     assert num_prefills > 10
     assert not stats.failures
     assert [sample.response_ids for sample in samples] == [

@@ -150,7 +150,7 @@ class ServedEpisodes:
         The wave is empty if no further episode will send a first request.
         """
         while True:
-            self._handle_event(POLL)
+            has_event = self._handle_event(POLL)
             open_episodes = [
                 episode
                 for episode in self.episodes
@@ -160,7 +160,8 @@ class ServedEpisodes:
             is_quiet = time.monotonic() - self.last_event > GATHER_SECONDS
             if len(arrived) == len(open_episodes) or (arrived and is_quiet):
                 break
-            self._fail_silent_episodes()
+            if not has_event:
+                self._fail_silent_episodes()
         self.wave = arrived
         self._has_begun.update(episode.number for episode in arrived)
         self._ready = {}
@@ -170,8 +171,8 @@ class ServedEpisodes:
     def wait_for_results(self) -> None:
         """Waits until each episode has an outcome or an error."""
         while not all(episode.is_over for episode in self.episodes):
-            self._handle_event(POLL)
-            self._fail_silent_episodes()
+            if not self._handle_event(POLL):
+                self._fail_silent_episodes()
 
     def close(self) -> None:
         """Cancels the episodes that are not over, and refuses all requests."""

@@ -8,7 +8,7 @@ output:
 
     harness: {"type": "ready", "train": [EXAMPLE, ...], "held_out": [EXAMPLE, ...]}
     Gwen:    {"type": "policy", "url": ..., "model": ..., "tokenizer": DIRECTORY, "context": ...}
-    Gwen:    {"type": "play", "episode": 7, "split": "train", "example": 3, "temperature": 1.0, ...}
+    Gwen:    {"type": "play", "episode": 7, "split": "train", "example": 3, "seed": ..., ...}
     harness: {"type": "session", "episode": 7, "session": NAME}
     harness: {"type": "result", "episode": 7, "token_ids": [...], "own": [...], "reward": 1.0, ...}
     Gwen:    {"type": "cancel", "episode": 7}

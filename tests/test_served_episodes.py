@@ -2,6 +2,7 @@
 
 import collections
 import json
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -290,6 +291,18 @@ def test_an_error_of_a_harness_is_one_line():
 )
 def test_a_line_that_is_not_a_message_is_noticed(line):
     assert parse_message(line) is None
+
+
+def test_a_result_that_waits_to_be_read_is_a_sign_of_life():
+    harness, episodes, _ = begin_wave(2)
+    for row in range(2):
+        end_turn(episodes, row, [5, END])
+    episodes.timeout = 0.05
+    time.sleep(0.1)
+    for number in (2, 1):
+        harness.report(number, [1, 2, 5, END], [2, 3])
+    episodes.wait_for_results()
+    assert not any(episode.error for episode in episodes.episodes)
 
 
 # ---- rows that begin again after memory ran out

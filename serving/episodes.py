@@ -2,11 +2,14 @@
 The episodes of a rollout that an outside harness plays.
 
 The harness asks the endpoint for each turn of the model. A request contains the whole conversation
-so far, so its ids must begin with those of the earlier requests and replies; the rest is what the
-environment has said since. `ServedEpisodes` thus turns requests into the replies that the sampler
-(layers/turns.py) waits for, and turns of the sampler into replies to the requests. An episode ends
-when the harness reports its result. An episode that fails has an `error`, and does not disturb the
-others.
+so far: the ids of the previous request and of its reply, and then those that the environment has
+added. `ServedEpisodes` connects two sides:
+
+- The sampler (layers/turns.py) ends a turn. The turn becomes the reply to the open request.
+- The harness sends the next request. The ids that the environment has added continue the row.
+
+An episode ends when the harness reports its result. An episode that fails has an `error`, and does
+not disturb the others.
 
 This file does not cover HTTP (serving/endpoint.py), the process of the harness (serving/harness.py)
 or samples (step/player.py).
@@ -27,7 +30,7 @@ import numpy as np
 from rewards.rewards import LARGEST_REWARD
 from sampler import SamplingParams
 from serving.endpoint import CancelledRequest
-from serving.harness import POLL, Harness
+from serving.harness import POLL_SECONDS, Harness
 from serving.requests import FIXED_SETTINGS, OFF, GenerateRequest, PendingRequest, RefusedRequest
 
 # The first requests that arrive within this many seconds of each other are decoded together.
@@ -37,7 +40,7 @@ MOST_LOGPROB_DIFFERENCE = 1e-4  # between a log-probability and the one that the
 
 
 class Turn(NamedTuple):
-    """A turn of the model, as the harness was told it."""
+    """A turn of the model, as the harness has received it."""
 
     ids: list[int]
     logprobs: np.ndarray
@@ -56,16 +59,17 @@ class EpisodeOutcome(NamedTuple):
 class ServedEpisode:
     """One episode of the harness."""
 
-    number: int  # the episode's name in messages to and from the harness
+    number: int  # names the episode in messages to and from the harness
     last_sign: float  # the time of the last sign of life, in seconds of `time.monotonic`
-    session: str = ""  # the name that the episode's requests contain; "" before its first sign
-    request: PendingRequest | None = None  # the request that has no reply yet
+    session: str = ""  # the name in the episode's requests; "" until the harness announces it
+    pending: PendingRequest | None = None  # the request that has no reply yet
     prompt: list[int] = dataclasses.field(default_factory=list)  # the ids of the first request
     turns: list[Turn] = dataclasses.field(default_factory=list)
-    # the ids between two turns; they are as many as the turns while a request waits
-    replies: list[list[int]] = dataclasses.field(default_factory=list)
-    num_sampled_turns: int = 0  # less than the turns if memory ran out and the row began again
-    end_reason: str = ""  # why the sampler can continue no more: "length" or "context"
+    # the ids that the environment has added after each turn; for the last turn, only once the next
+    # request has arrived
+    additions: list[list[int]] = dataclasses.field(default_factory=list)
+    num_sampled_turns: int = 0  # fewer than `turns` while a row repeats them after memory ran out
+    end_reason: str = ""  # the limit at which the row ended: "length" or "context"
     outcome: EpisodeOutcome | None = None
     error: str = ""  # why the episode cannot be used
 
@@ -76,12 +80,12 @@ class ServedEpisode:
 
     @property
     def ids(self) -> list[int]:
-        """All ids of the conversation that both sides know."""
+        """All ids of the conversation so far, without a turn that is still being sampled."""
         ids = list(self.prompt)
         for place, turn in enumerate(self.turns):
             ids += turn.ids
-            if place < len(self.replies):
-                ids += self.replies[place]
+            if place < len(self.additions):
+                ids += self.additions[place]
         return ids
 
     @property
@@ -92,8 +96,8 @@ class ServedEpisode:
         for place, turn in enumerate(self.turns):
             positions += range(begin, begin + len(turn.ids))
             begin += len(turn.ids)
-            if place < len(self.replies):
-                begin += len(self.replies[place])
+            if place < len(self.additions):
+                begin += len(self.additions[place])
         return positions
 
 
@@ -101,8 +105,8 @@ class ServedEpisodes:
     """
     The episodes of a rollout. Implements `layers.turns.Conversation` for the rows of each wave.
 
-    A wave consists of episodes whose first requests have arrived about at the same time. Row r of
-    a wave is the episode `wave[r]`.
+    A wave consists of the episodes whose first requests arrived at about the same time. They are
+    decoded together. Row r of a wave is the episode `wave[r]`.
     """
 
     def __init__(
@@ -116,9 +120,9 @@ class ServedEpisodes:
         timeout: float,
     ):
         """
-        params: the settings that every request must have or leave out. context: the most tokens of
-        a conversation. timeout: an episode fails if the harness gives no sign of it for so many
-        seconds.
+        params: the sampling settings of all turns; a request that sets others is refused.
+        context: the most tokens of a conversation. timeout: an episode fails if the harness gives
+        no sign of it for this many seconds.
         """
         self.harness = harness
         self.params = params
@@ -145,18 +149,18 @@ class ServedEpisodes:
 
     def gather_wave(self) -> list[ServedEpisode]:
         """
-        Waits for first requests, and makes the episodes that sent them the new wave.
+        Waits for the first requests of episodes, and returns these episodes as the new wave.
 
-        The wave is empty if no further episode will send a first request.
+        The wave is empty if all episodes have been in a wave or are over.
         """
         while True:
-            has_event = self._handle_event(POLL)
+            has_event = self._handle_event(POLL_SECONDS)
             open_episodes = [
                 episode
                 for episode in self.episodes
                 if not episode.is_over and episode.number not in self._has_begun
             ]
-            arrived = [episode for episode in open_episodes if episode.request]
+            arrived = [episode for episode in open_episodes if episode.pending]
             is_quiet = time.monotonic() - self.last_event > GATHER_SECONDS
             if len(arrived) == len(open_episodes) or (arrived and is_quiet):
                 break
@@ -171,7 +175,7 @@ class ServedEpisodes:
     def wait_for_results(self) -> None:
         """Waits until each episode has an outcome or an error."""
         while not all(episode.is_over for episode in self.episodes):
-            if not self._handle_event(POLL):
+            if not self._handle_event(POLL_SECONDS):
                 self._fail_silent_episodes()
 
     def close(self) -> None:
@@ -203,7 +207,7 @@ class ServedEpisodes:
         episode = self.wave[row]
         if episode.num_sampled_turns < len(episode.turns):
             return episode.turns[episode.num_sampled_turns].limit
-        return episode.request.request.max_tokens if episode.request else None
+        return episode.pending.request.max_tokens if episode.pending else None
 
     def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray) -> None:
         """Sends a turn to the harness."""
@@ -220,8 +224,8 @@ class ServedEpisodes:
         episode = self.wave[row]
         if ids != episode.turns[number].ids:
             self._fail(episode, CANNOT_REPEAT)
-        elif number < len(episode.replies):
-            self._ready[row] = episode.replies[number]
+        elif number < len(episode.additions):
+            self._ready[row] = episode.additions[number]
         elif episode.is_over:
             self._ready[row] = "stop"
 
@@ -233,10 +237,10 @@ class ServedEpisodes:
             self._fail(episode, CANNOT_REPEAT)
         elif ids:
             self._answer(episode, ids, logprobs)
-        elif episode.request:
-            episode.request.refuse(self._explain_full_context(episode.request.request))
-            episode.request = None
-            episode.replies.pop()
+        elif episode.pending:
+            episode.pending.refuse(self._explain_full_context(episode.pending.request))
+            episode.pending = None
+            episode.additions.pop()
 
     def take_replies(self, wait: bool) -> dict[int, list[int] | str]:
         """
@@ -247,7 +251,7 @@ class ServedEpisodes:
         """
         start = time.perf_counter()
         while True:
-            has_event = self._handle_event(POLL if wait and not self._ready else 0.0)
+            has_event = self._handle_event(POLL_SECONDS if wait and not self._ready else 0.0)
             if has_event:
                 continue
             self._fail_silent_episodes()
@@ -262,11 +266,11 @@ class ServedEpisodes:
     def _answer(self, episode: ServedEpisode, ids: list[int], logprobs: np.ndarray) -> None:
         """Answers the episode's request with a turn."""
         limit = None
-        if episode.request:
-            limit = episode.request.request.max_tokens
+        if episode.pending:
+            limit = episode.pending.request.max_tokens
             is_finished = ids[-1] in self.params.eos_ids
-            episode.request.answer(ids, logprobs.tolist(), "stop" if is_finished else "length")
-            episode.request = None
+            episode.pending.answer(ids, logprobs.tolist(), "stop" if is_finished else "length")
+            episode.pending = None
         episode.turns.append(Turn(ids, logprobs, limit))
         episode.last_sign = time.monotonic()
 
@@ -353,7 +357,7 @@ class ServedEpisodes:
         if self._unannounced.get(session) is pending:
             del self._unannounced[session]
         episode = self._by_session.get(session)
-        if episode is not None and episode.request is pending:
+        if episode is not None and episode.pending is pending:
             self._fail(episode, "the harness closed the connection of a request")
 
     def _receive_result(self, episode: ServedEpisode, message: dict[str, Any]) -> None:
@@ -372,7 +376,7 @@ class ServedEpisodes:
 
     def _fail(self, episode: ServedEpisode, error: str, is_playing: bool = True) -> None:
         """
-        Ends an episode that cannot be used. is_playing: whether the harness still plays it.
+        Ends an episode that cannot be used. is_playing: whether to cancel it at the harness.
         """
         episode.error = error
         self._drop_request(episode, error)
@@ -381,9 +385,9 @@ class ServedEpisodes:
             self.harness.send({"type": "cancel", "episode": episode.number})
 
     def _drop_request(self, episode: ServedEpisode, reason: str) -> None:
-        if episode.request:
-            episode.request.refuse(reason, status=409)
-            episode.request = None
+        if episode.pending:
+            episode.pending.refuse(reason, status=409)
+            episode.pending = None
 
     def _end_row_of(self, episode: ServedEpisode) -> None:
         """
@@ -399,10 +403,10 @@ class ServedEpisodes:
             self._ready[row] = "stop"
 
     def _fail_silent_episodes(self) -> None:
-        """Ends the episodes of which the harness has given no sign for too long."""
+        """Ends episodes for which the harness has given no sign for too long."""
         now = time.monotonic()
         for episode in self.episodes:
-            if episode.is_over or episode.request:
+            if episode.is_over or episode.pending:
                 continue
             # an episode that has not begun may wait for the others
             last_sign = episode.last_sign if episode.session else self.last_event
@@ -428,16 +432,16 @@ class ServedEpisodes:
             is_finished = turn.ids[-1] in self.params.eos_ids
             pending.answer(turn.ids, turn.logprobs.tolist(), "stop" if is_finished else "length")
             return
-        episode.request = pending
+        episode.pending = pending
         if not episode.prompt:
             episode.prompt = pending.request.token_ids
             return
-        reply = pending.request.token_ids[len(episode.ids) :]
-        episode.replies.append(reply)
+        addition = pending.request.token_ids[len(episode.ids) :]
+        episode.additions.append(addition)
         # after memory ran out, the row may not have begun again or not have come to this turn
         row = self.wave.index(episode)
         if row in self._rows and episode.num_sampled_turns == len(episode.turns):
-            self._ready[row] = reply
+            self._ready[row] = addition
 
     def _check_request(self, episode: ServedEpisode, request: GenerateRequest) -> bool:
         """
@@ -447,7 +451,7 @@ class ServedEpisodes:
         """
         if episode.is_over:
             raise RefusedRequest(f"the episode has ended: {episode.error or 'its result is known'}")
-        if episode.request:
+        if episode.pending:
             raise RefusedRequest(
                 "the episode's previous request has no reply yet; only one conversation at a time "
                 "is supported"
@@ -462,19 +466,21 @@ class ServedEpisodes:
                 raise RefusedRequest(self._explain_full_context(request))
             return False
 
-        known = episode.ids
-        if episode.turns and ids == known[: len(known) - len(episode.turns[-1].ids)]:
+        conversation = episode.ids
+        num_known = len(conversation)
+        if episode.turns and ids == conversation[: num_known - len(episode.turns[-1].ids)]:
             return True
         if episode.end_reason or len(ids) >= self.context:
             raise RefusedRequest(self._explain_full_context(request))
-        if ids[: len(known)] != known:
-            pairs = zip(ids, known, strict=False)
-            place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(known)))
+        if ids[:num_known] != conversation:
+            pairs = zip(ids, conversation, strict=False)
+            shorter = min(len(ids), num_known)
+            place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
             raise RefusedRequest(
                 f"the request differs at token {place + 1} from the conversation so far, which has "
-                f"{len(known)} tokens; only conversations that grow at their ends are supported"
+                f"{num_known} tokens; only conversations that grow at their ends are supported"
             )
-        if len(ids) == len(known):
+        if len(ids) == num_known:
             raise RefusedRequest("the request adds no token to the conversation so far")
         return False
 

@@ -38,7 +38,7 @@ TOKEN_VARIABLE = "GWEN_ENV_TOKEN"  # the environment variable with the secret of
 MOST_LINE_BYTES = 16 << 20  # of a message
 MOST_UNREAD = 1024  # messages; after that many, the harness waits until some have been read
 MOST_REPEATED = {"session": 2, "result": 1}  # the most messages of a type about one episode
-POLL = 0.05  # seconds between two checks whether the harness still runs
+POLL_SECONDS = 0.05  # seconds between two checks whether the harness still runs
 END_SECONDS = 5.0  # how long a harness may take to end after its input was closed
 
 
@@ -199,7 +199,7 @@ class Harness:
         while True:
             # read before the queue: messages that came before the end are taken first
             end_reason = self._end_reason
-            wait_s = min(max(deadline - time.monotonic(), 0.0), POLL)
+            wait_s = min(max(deadline - time.monotonic(), 0.0), POLL_SECONDS)
             event = None
             with contextlib.suppress(queue.Empty):
                 event = self.events.get(timeout=wait_s) if wait_s else self.events.get_nowait()

@@ -13,7 +13,7 @@ from prompts.data import check_system_and_category
 from prompts.examples import Example, shorten_value
 from prompts.messages import check_message_order, check_text, read_messages
 from rewards.rewards import UserReward
-from serving.harness import POLL, REWARD_NAME, Harness, HarnessEnded, get_or_start_harness
+from serving.harness import POLL_SECONDS, REWARD_NAME, Harness, HarnessEnded, get_or_start_harness
 from tasks.task import Task
 
 COLUMNS = ("system", "name", "answer", "category")  # optional columns
@@ -51,8 +51,8 @@ def receive_examples(harness: Harness, timeout: float) -> dict[str, list[Example
     waited_s = 0.0
     message = None
     while message is None:
-        message = harness.take_event(POLL)
-        waited_s += POLL
+        message = harness.take_event(POLL_SECONDS)
+        waited_s += POLL_SECONDS
         if message is None and waited_s > timeout:
             raise HarnessEnded(
                 f"--env-server {harness.command}: it listed no examples within {timeout:g} s "

@@ -1,10 +1,10 @@
 """
 Lets an outside harness play the episodes of a rollout, and makes samples of them.
 
-The harness draws nothing from Gwen but tokens: it has the environment, writes the prompts, runs the
-tools and computes the rewards. What comes back is a sample with token ids, the positions of the
-model's tokens, their log-probabilities and a reward. An episode that fails is left out in training,
-and has no reward in evaluations.
+The harness has the environment, writes the prompts, runs the tools and computes the rewards. Gwen
+only samples the model's turns. Each episode becomes a sample with its token ids, the positions of
+the model's tokens, their log-probabilities and a reward. An episode that fails is left out in
+training, and has no reward in evaluations.
 
 Axes: N samples.
 """

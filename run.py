@@ -139,6 +139,11 @@ class Run:
             stop=sampler.StopTexts(settings.stop, self.tokenizer) if settings.stop else None,
         )
 
+    @property
+    def training_sampling_params(self) -> sampler.SamplingParams:
+        """The settings for sampling a step's completions, with entropies if `on_samples` is set."""
+        return self.sampling._replace(entropy=self.on_samples is not None)
+
     def _digest_model_and_tokenizer(self) -> dict[str, str]:
         """
         Digests of the model's weights, the tokenizer, the chat template and further end tokens.

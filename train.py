@@ -137,7 +137,7 @@ def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
             run.model,
             run.tokenizer,
             empty_samples,
-            run.sampling,
+            run.training_sampling_params,
             # each combination of seed and step has its own key
             key=(settings.seed << 32) + run.step + 1,
             batch_size=run.batch_size,

@@ -33,7 +33,8 @@ class Sample(NamedTuple):
     # ---- set by step/generation.py
     logprobs: np.ndarray | None = None  # (T,) recorded by the sampler; None for a given reply
 
-    # (T,) the entropy of the distribution from which each token was drawn; None if not requested
+    # (T,) the entropy of the distribution from which each token was drawn, in nats; recorded for
+    # `Trainer.on_samples` and in evaluations, otherwise None; None for a given reply
     entropies: np.ndarray | None = None
     finish_reason: str = "stop"
     example: Example = EMPTY  # the row of the data set from which the prompt was made

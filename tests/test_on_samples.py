@@ -78,6 +78,50 @@ def test_samples_that_a_hook_leaves_out_are_neither_trained_nor_counted(tmp_path
     assert twice["update/rows"] == 2 * once["update/rows"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temp": 0.7, "top_k": 0},
+        {"model": "demo:tools", "task": "calculator", "max_tokens": 48, "reward_weights": {}},
+    ],
+    ids=["answers", "tools"],
+)
+def test_a_hook_receives_the_entropy_of_each_token_that_the_policy_wrote(tmp_path, changes):
+    seen = []
+
+    def note_entropies(run, samples):
+        seen.extend(samples)
+        return samples
+
+    plain = train(start(tmp_path, "a", **changes))
+    hooked = train(start(tmp_path, "b", **changes), note_entropies)
+    for name in ("loss", "grad_norm", "update/rows", "mismatch/ratio_max"):
+        assert plain[name] == hooked[name], name
+    for sample in seen:
+        assert sample.entropies.shape == (len(sample.loss_positions),)
+        assert (sample.entropies >= 0).all()
+    every_token = np.concatenate([sample.entropies for sample in seen])
+    assert len(set(every_token.tolist())) > 8
+    # the update computes the same entropies, because the policy has not changed yet
+    if hooked["update/rows"] == len(seen):
+        np.testing.assert_allclose(every_token.mean(), hooked["entropy"], rtol=1e-2)
+
+
+def test_a_method_of_a_subclass_receives_entropies_too(tmp_path):
+    class Watch(Trainer):
+        seen = ()
+
+        def on_samples(self, run, samples):
+            self.seen = samples
+            return samples
+
+    trainer = Watch.start(run_dir=str(tmp_path / "run"), steps=1, reward=by_place, **SMALL)
+    trainer.fit()
+    assert len(trainer.seen) == 8
+    for sample in trainer.seen:
+        assert len(sample.entropies) == len(sample.logprobs)
+
+
 def test_samples_of_earlier_steps_can_be_added_and_a_subclass_may_have_the_hook(tmp_path):
     class Replay(Trainer):
         old = ()

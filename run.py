@@ -5,6 +5,7 @@ The algorithm is in train.py, and trainer.py starts and stops runs. The logs and
 console are in reporting/, and the files of a run are in disk/run_files.py.
 """
 
+import copy
 import functools
 import shlex
 import time
@@ -714,19 +715,18 @@ class GrpoRun(Run):
         Sets the object that draws the prompts, which may be a user's own.
 
         In a resumed run, an object of the same class as before receives its saved state. Raises
-        ValueError if the object lacks a method.
+        ValueError if the object lacks a method, or could not restore its state.
         """
-        for method in ("next_prompts", "commit", "state", "load_state"):
-            if not hasattr(prompts, method):
-                raise ValueError(
-                    f"run.prompts is an object of the class {type(prompts).__qualname__}, which "
-                    f"has no {method}; derive the class from tasks.draws.EpochPrompts"
-                )
+        draws.refuse_unusable_prompts(prompts)
         self._prompts = prompts
         name = self.names_of_parts_set_in_python().get("run.prompts")
         is_same = name is not None and self.saved_parts.get("run.prompts") == name
         if is_same and self._saved_prompts_state is not None:
-            prompts.load_state(self._saved_prompts_state)
+            prompts.load_state(copy.deepcopy(self._saved_prompts_state))
+            print_line(
+                f"run.prompts is {name}, with its state after step {self.step}: "
+                f"{shorten_value(prompts.state)}"
+            )
 
     def names_of_parts_set_in_python(self) -> dict[str, str]:
         parts = super().names_of_parts_set_in_python()

@@ -9,6 +9,7 @@ step. This file does not cover how problems are made (tasks/rg.py, tasks/ifeval.
 Axes: B is the number of prompts in a draw.
 """
 
+import copy
 import random
 import sys
 from collections.abc import Callable
@@ -28,17 +29,21 @@ class EpochPrompts:
     Draws prompts from the training data, which is shuffled again in each epoch.
 
     To write your own curriculum, override any methods in a subclass, and set `trainer.run.prompts`
-    to an instance of it before the first step.
+    to an instance of it before the first step. A subclass that overrides `commit` must also
+    override `load_state`.
 
-    state: the state after the last finished step, as JSON for checkpoints.
+    state: the state after the last finished step, as JSON for checkpoints. A resumed run does not
+    restore any other attributes.
     """
 
-    state: dict[str, Any] = {}  # noqa: RUF012  (never changed in place)
+    state: dict[str, Any] = {}  # noqa: RUF012  (each object has a copy of its own)
 
     def __init__(self, config: Config, train: list[Example], prompt_ids: list[list[int]]):
         self.config = config
         self.train = train
         self.prompt_ids = prompt_ids
+        if not isinstance(type(self).state, property):
+            self.state = copy.deepcopy(self.state)
 
     def next_prompts(self, draw_number: int) -> Draw:
         """
@@ -64,6 +69,7 @@ class EpochPrompts:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores the state from a checkpoint."""
+        self.state = state
 
 
 class EndlessPrompts(EpochPrompts):
@@ -138,6 +144,32 @@ class EndlessPrompts(EpochPrompts):
         self.place = state["place"]
         self.seen = list(state["seen"])
         self.commit()
+
+
+def refuse_unusable_prompts(prompts: Any) -> None:
+    """
+    Raises ValueError if a user's object cannot draw prompts, or cannot restore its state.
+
+    The inherited `load_state` sets the attribute `state`. This does not restore an object whose
+    class makes `state` from other attributes, in `commit` or in a property.
+    """
+    label = f"run.prompts is an object of the class {type(prompts).__qualname__}"
+    for method in ("next_prompts", "commit", "state", "load_state"):
+        if not hasattr(prompts, method):
+            raise ValueError(
+                f"{label}, which has no {method}; derive the class from tasks.draws.EpochPrompts"
+            )
+    for owner in type(prompts).__mro__:
+        members = vars(owner)
+        if "load_state" in members:
+            return
+        for name in ("commit", "state"):
+            if name in members and (name == "commit" or isinstance(members[name], property)):
+                raise ValueError(
+                    f"{label}, which defines {name} but no load_state, so a resumed run would "
+                    "lose the state without a word; add a method def load_state(self, state) "
+                    f"that restores the attributes from which {name} makes the state"
+                )
 
 
 def _short_prompt_hash(example: Example) -> str:

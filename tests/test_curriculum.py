@@ -67,6 +67,56 @@ def test_a_curriculum_sees_the_figures_of_each_step_and_goes_on_after_a_resume(t
     assert resumed.run.prompts.num == 5 and "was Harder" not in capsys.readouterr().out
 
 
+class Plain(EpochPrompts):
+    """Has a state, but no method of its own that restores it."""
+
+    def observe_step(self, figures):
+        self.state["num"] = self.state.get("num", 0) + 1
+
+
+def make_plain(run):
+    return Plain(run.config, run.prompts.train, run.prompts.prompt_ids)
+
+
+def test_a_state_is_restored_without_a_load_state_and_does_not_leak_into_other_runs(
+    tmp_path, capsys
+):
+    trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=2, **SMALL)
+    trainer.run.prompts = make_plain(trainer.run)
+    assert "run.prompts" not in capsys.readouterr().out
+    trainer.fit()
+    assert EpochPrompts.state == {}  # the state that was changed in place is the object's own
+    resumed = Trainer.resume(tmp_path / "run", steps=3)
+    resumed.run.prompts = make_plain(resumed.run)
+    assert resumed.run.prompts.state == {"num": 2}
+    assert "run.prompts is Plain, with its state after step 2: {'num': 2}" in (
+        capsys.readouterr().out
+    )
+    resumed.fit()
+    assert resumed.run.prompts.state == {"num": 3}
+    assert checkpoint.load(tmp_path / "run").extra["prompts"] == {"num": 3}
+
+
+def test_a_curriculum_that_makes_its_state_but_cannot_restore_it_is_refused(tmp_path):
+    class FromCommit(EpochPrompts):
+        def commit(self):
+            self.state = {"num": 1}
+
+    class FromProperty(EpochPrompts):
+        @property
+        def state(self):
+            return {"num": 1}
+
+    trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=1, **SMALL)
+    drawn = trainer.run.prompts
+    for kind, member in ((FromCommit, "commit"), (FromProperty, "state")):
+        prompts = kind(drawn.config, drawn.train, drawn.prompt_ids)
+        message = catch_message(setattr, trainer.run, "prompts", prompts)
+        assert f"{kind.__qualname__}, which defines {member} but no load_state" in message
+        assert "def load_state(self, state)" in message
+        assert trainer.run.prompts is drawn
+
+
 def test_a_resume_without_the_curriculum_is_refused(tmp_path, capsys):
     start(tmp_path).fit()
     resumed = Trainer.resume(tmp_path / "run", steps=3)

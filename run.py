@@ -44,7 +44,7 @@ from rewards import functions, rewards
 from step import effects, objectives, optimizers
 from step.loss import StepLoss
 from step.sample import Sample, mark_replayed_samples, sample_from_conversation
-from tasks import draws, replies
+from tasks import curriculum, draws, replies
 from tools import environment_state, episodes
 from tools.toolbox import make_toolbox
 
@@ -509,6 +509,7 @@ class GrpoRun(Run):
     # the class attributes of environments without state; None after the warning about them
     _class_values: dict[str, str] | None
     _saved_prompts_state: Any = None  # the state of `prompts` in the checkpoint of a resumed run
+    _reported_number_of_prompts = False
     _reported_effects: list[str] = []  # noqa: RUF012  (never changed in place)
 
     def __init__(self, config: Config, run_dir: Path):
@@ -539,15 +540,15 @@ class GrpoRun(Run):
 
         # If a task makes up its training problems during the run, their lengths are not known yet.
         # Then the lengths of the held-out problems are used instead.
-        self.prompt_ids = self._encode_prompts(examples)
+        self.prompt_ids = self.encode_prompts(examples)
         self.prompts = draws.EpochPrompts(config, self.task.train, self.prompt_ids)
         if self.task.problems is not None:
-            self.prompts = draws.EndlessPrompts(config, self.task.problems, self._encode_prompts)
+            self.prompts = draws.EndlessPrompts(config, self.task.problems, self.encode_prompts)
         held_out: list[Example] = []
         if config.evaluation.every:
             held_out = pick_evenly_spaced(self.task.held_out, config.evaluation.limit)
         # called only because it raises ValueError if a held-out prompt is too long
-        self._encode_prompts(held_out, "held-out prompt")
+        self.encode_prompts(held_out, "held-out prompt")
         print_lines(held_out_warnings(config, self.task.train, held_out))
 
         witness_rubric = self.task.witness if held_out else None
@@ -634,7 +635,7 @@ class GrpoRun(Run):
         if self.config.objective.teacher != "self":
             self.sources["teacher model"] = checkpoint.digest_of_model_weights(self.teacher.model)
 
-    def _encode_prompts(
+    def encode_prompts(
         self, examples: list[Example], kind: str = "training prompt"
     ) -> list[list[int]]:
         """
@@ -717,20 +718,50 @@ class GrpoRun(Run):
         In a resumed run, an object of the same class as before receives its saved state. Raises
         ValueError if the object lacks a method, or could not restore its state.
         """
-        draws.refuse_unusable_prompts(prompts)
+        curriculum.refuse_unusable_prompts(prompts)
         self._prompts = prompts
         name = self.names_of_parts_set_in_python().get("run.prompts")
         is_same = name is not None and self.saved_parts.get("run.prompts") == name
         if is_same and self._saved_prompts_state is not None:
-            prompts.load_state(copy.deepcopy(self._saved_prompts_state))
+            functions.call_or_raise_with_location(
+                "run.prompts.load_state",
+                prompts.load_state,
+                copy.deepcopy(self._saved_prompts_state),
+            )
             print_line(
                 f"run.prompts is {name}, with its state after step {self.step}: "
                 f"{shorten_value(prompts.state)}"
             )
 
+    @property
+    def _has_own_prompts(self) -> bool:
+        """Whether a user's own object draws the prompts."""
+        return type(self.prompts) not in (draws.EpochPrompts, draws.EndlessPrompts)
+
+    def draw_prompts(self) -> draws.Draw:
+        """
+        The examples of the next step, and the token ids of their prompts.
+
+        If the task's problems are endless, this call makes new ones. Raises ValueError if a user's
+        own object draws invalid prompts.
+        """
+        if not self._has_own_prompts:
+            return self.prompts.next_prompts(self.step)
+        is_encoded_later = self.toolbox or self.player
+        examples, prompt_ids = curriculum.draw_checked_prompts(
+            self.prompts, self.step, None if is_encoded_later else self.encode_prompts
+        )
+        line = curriculum.describe_unusual_number(
+            len(examples), self.config.sampling.batch, self.step
+        )
+        if line and not self._reported_number_of_prompts:
+            print_line(line)
+            self._reported_number_of_prompts = True
+        return examples, prompt_ids
+
     def names_of_parts_set_in_python(self) -> dict[str, str]:
         parts = super().names_of_parts_set_in_python()
-        if type(self.prompts) not in (draws.EpochPrompts, draws.EndlessPrompts):
+        if self._has_own_prompts:
             parts["run.prompts"] = type(self.prompts).__qualname__
         return parts
 
@@ -764,10 +795,10 @@ class GrpoRun(Run):
             )
 
     def snapshot_step_or_interrupt(self, step_metrics: dict[str, Any] | None = None) -> None:
-        observe_step = getattr(self.prompts, "observe_step", None)
-        if step_metrics is not None and observe_step is not None:
-            observe_step(step_metrics)
-        self.prompts.commit()
+        if self._has_own_prompts:
+            curriculum.observe_and_commit(self.prompts, step_metrics)
+        else:
+            self.prompts.commit()
         self.environment_states = environment_state.collect_states(self.task.environments)
         rewards.set_step_of_user_rewards(self.task.rewards, self.step, self.config.optimizer.steps)
         super().snapshot_step_or_interrupt(step_metrics)

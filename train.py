@@ -129,8 +129,7 @@ def collect_samples(run: GrpoRun) -> StepSamples:
 def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
     """Samples completions of the step's prompts. Returns the samples and the sampling times."""
     settings = run.config.sampling
-    # if the problems of the task are endless, this call makes new ones
-    examples, prompts = run.prompts.next_prompts(run.step)
+    examples, prompts = run.draw_prompts()
     empty_samples = sample.new_samples(examples, prompts, settings.groups)
     with run.journal.clock.phase("rollout") as done:
         samples, stats = generation.generate_completions(

@@ -20,11 +20,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from prompts.examples import did_you_mean, format_error
 from text.function_specs import format_arguments, parse_arguments, split_off_arguments
 
+T = TypeVar("T")
 # The module that stores the functions of the caller's program that have no global name, such as
 # lambdas.
 NAMELESS = "functions_of_a_program"
@@ -270,6 +271,19 @@ def source_code_if_in_main_program(spec: str) -> str:
 
 
 # ---- errors
+
+
+def call_or_raise_with_location(label: str, fn: Callable[..., T], *args: Any) -> T:
+    """
+    Calls a user's function, and returns its result.
+
+    label: what the error message calls the function. Raises a one-line ValueError with the file and
+    line if the function raises an exception.
+    """
+    try:
+        return fn(*args)
+    except Exception as error:
+        raise ValueError(f"{label} {describe_error_in_function(error, fn)}") from None
 
 
 def describe_error_in_function(error: BaseException, fn: Callable[..., Any]) -> str:

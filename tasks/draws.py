@@ -146,32 +146,6 @@ class EndlessPrompts(EpochPrompts):
         self.commit()
 
 
-def refuse_unusable_prompts(prompts: Any) -> None:
-    """
-    Raises ValueError if a user's object cannot draw prompts, or cannot restore its state.
-
-    The inherited `load_state` sets the attribute `state`. This does not restore an object whose
-    class makes `state` from other attributes, in `commit` or in a property.
-    """
-    label = f"run.prompts is an object of the class {type(prompts).__qualname__}"
-    for method in ("next_prompts", "commit", "state", "load_state"):
-        if not hasattr(prompts, method):
-            raise ValueError(
-                f"{label}, which has no {method}; derive the class from tasks.draws.EpochPrompts"
-            )
-    for owner in type(prompts).__mro__:
-        members = vars(owner)
-        if "load_state" in members:
-            return
-        for name in ("commit", "state"):
-            if name in members and (name == "commit" or isinstance(members[name], property)):
-                raise ValueError(
-                    f"{label}, which defines {name} but no load_state, so a resumed run would "
-                    "lose the state without a word; add a method def load_state(self, state) "
-                    f"that restores the attributes from which {name} makes the state"
-                )
-
-
 def _short_prompt_hash(example: Example) -> str:
     return hash_prompt_without_system(example)[:16]
 

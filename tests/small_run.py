@@ -51,16 +51,16 @@ PROMPT_IDS = {}  # prompt ids of earlier runs, by everything that they depend on
 class SmallRun(GrpoRun):
     """A run without tools that reuses the prompt ids of earlier runs: encoding takes longest."""
 
-    def _encode_prompts(self, examples, kind="training prompt"):
+    def encode_prompts(self, examples, kind="training prompt"):
         examples = list(examples)
         if self.toolbox:
-            return super()._encode_prompts(examples, kind)
+            return super().encode_prompts(examples, kind)
         tokenizer = self.tokenizer
         template = tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer)
         context = self.model.config.max_position_embeddings
         key = repr((examples, kind, self.config.sampling, template, context))
         if key not in PROMPT_IDS:
-            PROMPT_IDS[key] = super()._encode_prompts(examples, kind)
+            PROMPT_IDS[key] = super().encode_prompts(examples, kind)
         return [list(ids) for ids in PROMPT_IDS[key]]
 
 

@@ -2,10 +2,12 @@
 
 import re
 
+import numpy as np
 import pytest
-from conftest import ROOT, catch_message, run_command
+from conftest import ROOT, catch_message, read_log, run_command
 
 from disk import checkpoint
+from tasks import curriculum
 from tasks.draws import EpochPrompts
 from train import Trainer
 
@@ -115,6 +117,107 @@ def test_a_curriculum_that_makes_its_state_but_cannot_restore_it_is_refused(tmp_
         assert f"{kind.__qualname__}, which defines {member} but no load_state" in message
         assert "def load_state(self, state)" in message
         assert trainer.run.prompts is drawn
+
+
+def run_with(tmp_path, change, **settings):
+    """Trains two steps with prompts that `change` makes from a usual draw of two prompts."""
+
+    class Changed(EpochPrompts):
+        def next_prompts(self, draw_number):
+            return change(self, *super().next_prompts(draw_number))
+
+    trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=2, **SMALL | settings)
+    drawn = trainer.run.prompts
+    trainer.run.prompts = Changed(drawn.config, drawn.train, drawn.prompt_ids)
+    trainer.fit()
+
+
+def shift_ids(self, examples, ids):
+    return examples, [ids[1], ids[0]]
+
+
+def test_a_drawn_prompt_whose_ids_belong_to_another_example_is_refused(tmp_path):
+    message = catch_message(run_with, tmp_path, shift_ids)
+    assert "next_prompts returned, for example 1 of step 1" in message
+    assert "the ids of another prompt" in message and "run.encode_prompts(examples)" in message
+    assert len(read_log(tmp_path / "run" / "metrics.jsonl")) == 0
+
+
+def test_a_curriculum_may_make_prompts_of_its_own(tmp_path):
+    class Made(EpochPrompts):
+        def next_prompts(self, draw_number):
+            examples, _ = super().next_prompts(draw_number)
+            examples = [example | {"prompt": f"What is {draw_number}?"} for example in examples]
+            return examples, trainer.run.encode_prompts(examples)
+
+    trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=2, **SMALL)
+    drawn = trainer.run.prompts
+    trainer.run.prompts = Made(drawn.config, drawn.train, drawn.prompt_ids)
+    trainer.fit()
+    prompts = [row["prompt"] for row in read_log(tmp_path / "run" / "rollouts.jsonl")]
+    assert [str(prompt).count("What is 1?") for prompt in prompts] == 4 * [0] + 4 * [1]
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_another_number_of_prompts_than_batch_is_trained_and_told_once(tmp_path, capsys, num):
+    def take(self, examples, ids):
+        return (examples * 2)[:num], (ids * 2)[:num]
+
+    run_with(tmp_path, take)
+    printed = capsys.readouterr().out
+    line = f"next_prompts returned {num} prompt{'s' * (num > 1)} for step 1, not the 2 of --batch"
+    assert printed.count("next_prompts returned") == 1 and line in printed
+    assert len(read_log(tmp_path / "run" / "rollouts.jsonl")) == 2 * num * SMALL["groups"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda examples, ids: examples, "return a tuple of a list of examples and"),
+        (lambda examples, ids: None, "next_prompts returned None for step 1; return a tuple"),
+        (lambda examples, ids: ([], []), "returned no prompts for step 1"),
+        (lambda examples, ids: (examples, ids[:1]), "2 examples, but the ids of 1 prompt"),
+        (lambda examples, ids: (["a", "b"], ids), "returned 'a' as an example for step 1"),
+        (lambda examples, ids: ids[5], "raised IndexError: list index out of range, at"),
+    ],
+)
+def test_a_mistake_in_next_prompts_is_told_in_one_line(change, words):
+    class Wrong(EpochPrompts):
+        def next_prompts(self, draw_number):
+            return change([{"prompt": "1"}, {"prompt": "2"}], [[1], [2]])
+
+    prompts = Wrong(None, [], [])
+    message = catch_message(curriculum.draw_checked_prompts, prompts, 0, None)
+    assert message.startswith("run.prompts.next_prompts ") and words in message
+
+
+def test_mistakes_in_the_other_methods_are_told_in_one_line_too(tmp_path):
+    class Wrong(EpochPrompts):
+        def observe_step(self, figures):
+            self.state = {"num": figures["reward/men"]}
+
+    class Numpy(EpochPrompts):
+        def observe_step(self, figures):
+            self.state = {"num": np.int64(1)}
+
+    for kind, words in (
+        (Wrong, "run.prompts.observe_step raised KeyError: 'reward/men', at"),
+        (Numpy, "run.prompts.state is {'num': np.int64(1)}, which JSON cannot express"),
+    ):
+        run_dir = tmp_path / kind.__name__
+        trainer = Trainer.start(run_dir=str(run_dir), steps=2, **SMALL)
+        drawn = trainer.run.prompts
+        trainer.run.prompts = kind(drawn.config, drawn.train, drawn.prompt_ids)
+        message = catch_message(trainer.fit)
+        assert message.startswith(words), message
+        assert "saved after step 0" in message or "step 1 was not completed" in message
+
+
+@pytest.mark.slow
+def test_a_curriculum_with_tools_need_not_encode_prompts(tmp_path):
+    changes = {"model": "demo:tools", "task": "calculator", "max_tokens": 48, "reward_weights": {}}
+    run_with(tmp_path, shift_ids, **changes)
+    assert len(read_log(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
 def test_a_resume_without_the_curriculum_is_refused(tmp_path, capsys):

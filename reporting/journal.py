@@ -511,6 +511,8 @@ class Journal:
             tracker.send_metrics(figures)
         print_line(format_step_line(figures, self.config.optimizer.steps))
         self._tell_once_about_failed_episodes(number, step_samples.stats)
+        if step_samples.stats:
+            self._tell_once_about_missing_rewards(number, samples)
         if figures["skipped"]:
             print_line_to_stderr(
                 f"step {number}: skipped the update, because the gradient was not finite"
@@ -529,6 +531,20 @@ class Journal:
                 f"{stats.failures[0]}. The metric episodes/failed counts further ones"
             )
             self.warn_once(number, health.RunWarning("failed episodes", text))
+
+    def _tell_once_about_missing_rewards(self, number: int, samples: list[Sample]) -> None:
+        """Prints and logs how many completions no reward function scored, the first time."""
+        if samples[0].imputed_components.keys() <= {"rubric"}:
+            return  # the judge has a warning of its own
+        num_missing = sum(np.isnan(sample.reward_or_nan_if_unreadable) for sample in samples)
+        if num_missing:
+            text = (
+                f"{num_missing} of {len(samples)} completions of step {number} have no reward, "
+                "because each of their rewards is None. They are trained with the reward 0. Return "
+                "a number for each completion, or leave these completions out with "
+                "Trainer.on_samples, where sample.reward_or_nan_if_unreadable is nan"
+            )
+            self.warn_once(number, health.RunWarning("no reward", text))
 
     def record_evaluation_and_update_best(
         self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]

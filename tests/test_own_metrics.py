@@ -40,6 +40,36 @@ def steps_of(at, reward_file, names, *flags):
     return run, run.journal.metrics.read(), run.journal.rollouts.read(), weights
 
 
+@pytest.mark.parametrize("function", ["", "group_again"])
+def test_a_completion_without_any_reward_is_trained_with_0_and_the_run_says_so(
+    tmp_path, reward_file, capsys, function
+):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "seen = []\n"
+        "def often(completions, **_):\n"
+        "    return [None if place % 3 == 1 else 1.0 for place in range(len(completions))]\n"
+        "def group_again(rewards):\n"
+        "    seen.append(rewards)\n"
+        "    return rewards - rewards.mean(axis=1, keepdims=True)\n"
+    )
+    flags = ["--advantage", f"{reward_file}:group_again"] if function else []
+    flags += ["--reward-weights", "rubric=0"]
+    run, metrics, rows, _ = steps_of(tmp_path / "run", reward_file, "often", *flags)
+    num = sum(row["reward"] is None for row in rows if row["step"] == 1)
+    assert 0 < num < len(rows) / 2 and metrics[0]["reward/none"] == num
+    if function:
+        for row in rows:
+            assert row["advantage"] < 0 if row["reward"] is None else row["advantage"] > 0
+    [text] = [row["text"] for row in run.journal.warnings.read() if row["name"] == "no reward"]
+    assert text.startswith(
+        f"{num} of {len(rows) // 2} completions of step 1 have no reward, because each of "
+        "their rewards is None. They are trained with the reward 0"
+    )
+    assert "sample.reward_or_nan_if_unreadable" in text
+    assert capsys.readouterr().err.count("have no reward") == 1
+
+
 MODES = [
     [],
     ["--combine-rewards", "normalize"],

@@ -124,6 +124,16 @@ def test_the_best_and_the_worst_completion_of_each_group_are_trained(run_program
         assert figures["update/rows"] == 4
 
 
+def test_the_best_and_the_worst_are_never_missing_completions(run_program):
+    module = run_program("A selection of completions", steps=1)
+    rewards = np.array([[0.5, np.nan, np.nan, np.nan], [1.0, 0.0, 3.0, np.nan], [np.nan] * 4])
+    advantages, is_trained = module.best_and_worst(rewards)
+    assert is_trained[:2].tolist() == [[True, False, False, False], [False, True, True, False]]
+    assert np.isfinite(advantages).all()
+    ranks = run_program("An advantage", steps=1, run_dir="other").rank_advantages(rewards)
+    assert np.isfinite(ranks[~np.isnan(rewards)]).all()
+
+
 def test_a_replayed_completion_has_another_ratio_than_1(run_program, tmp_path):
     module = run_program("Replay", epsilon=1e-4)
     (first, _), (second, _) = read_steps(tmp_path)

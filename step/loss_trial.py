@@ -195,6 +195,13 @@ def select_rows(tokens: grpo.Tokens, rows: list[int]) -> grpo.Tokens:
     return grpo.Tokens._make(fields)
 
 
+def repeat_rows(tokens: grpo.Tokens) -> grpo.Tokens:
+    """The tokens of a step with each row twice, (2M, T). The counts for the whole step double."""
+    assert tokens.num_items is not None and tokens.num_rows is not None
+    repeated = select_rows(tokens, 2 * list(range(len(tokens.mask))))
+    return repeated._replace(num_items=2 * tokens.num_items, num_rows=2 * tokens.num_rows)
+
+
 def losses_of_single_rows(
     loss_function: grpo.LossFunction, tokens: grpo.Tokens, objective: grpo.Objective
 ) -> list[grpo.Loss]:

@@ -52,8 +52,7 @@ def load_and_try_custom_objective(config: Config) -> CustomObjective:
     loss = None
     notes: tuple[str, ...] = ()
     if is_user_function(settings.loss_type):
-        loss, note = _load_and_try_loss(settings.loss_type, config)
-        notes = (note,)
+        loss, notes = _load_and_try_loss(settings.loss_type, config)
     advantage = None
     if is_user_function(settings.advantage):
         _, function = load_function("--advantage", settings.advantage)
@@ -66,10 +65,10 @@ def load_and_try_custom_objective(config: Config) -> CustomObjective:
 
 
 class _TriedLoss(NamedTuple):
-    """A user's loss function that passed its trial, and a note about it for the user."""
+    """A user's loss function that passed its trial, and notes about it for the user."""
 
     function: grpo.LossFunction
-    note: str
+    notes: tuple[str, ...]
 
 
 def _load_and_try_loss(spec: str, config: Config) -> _TriedLoss:
@@ -94,7 +93,11 @@ def _load_and_try_loss(spec: str, config: Config) -> _TriedLoss:
     for tokens in trials:
         _raise_if_rows_do_not_add_up(label, function, tokens, objective)
     _raise_if_entropy_coef_is_ignored(label, function, trials, objective)
-    return _TriedLoss(function, f"{label}: {loss_trial.describe_token_field_uses(uses)}")
+    notes = [f"{label}: {loss_trial.describe_token_field_uses(uses)}"]
+    dependence = _describe_dependence_on_number_of_rows(function, trials[0], objective)
+    if dependence:
+        notes.append(f"{label}: {dependence}")
+    return _TriedLoss(function, tuple(notes))
 
 
 def _measure_uses_or_raise(
@@ -206,6 +209,21 @@ def _raise_if_rows_do_not_add_up(
         )
     for name in loss.sums.keys() - set(SUMS):
         _raise_if_sum_of_rows_does_not_add_up(label, name, rows, loss, row_losses)
+
+
+def _describe_dependence_on_number_of_rows(
+    function: grpo.LossFunction, tokens: grpo.Tokens, objective: grpo.Objective
+) -> str:
+    """A line if the loss of a step changes when each of its rows occurs twice; "" if not."""
+    once = function(tokens, objective).value.item()
+    twice = function(loss_trial.repeat_rows(tokens), objective).value.item()
+    if abs(twice - once) <= 1e-4 * max(abs(once), abs(twice)):
+        return ""
+    return (
+        f"the loss changes from {once:.4g} to {twice:.4g} if every row occurs twice, so its size "
+        "depends on --batch and --groups; divide the sum over the tokens by tokens.num_items, or "
+        "the sum over the rows by tokens.num_rows"
+    )
 
 
 def _raise_if_sum_of_rows_does_not_add_up(

@@ -8,11 +8,12 @@ import pytest
 from conftest import read_log
 from small_run import SMALL_FLAGS, make_run, record_gradient, sample_first_prompts, update_once
 
+import grpo
 import train
 from config import Config
 from reporting import charts, seeds
 from settings import sources
-from step import objectives
+from step import loss_trial, objectives
 from step.batch import make_batches
 
 MINE = '''
@@ -310,6 +311,58 @@ def test_a_division_by_the_micro_batch_is_refused_with_its_own_cure(tmp_path):
     with pytest.raises(ValueError, match=r"divide by tokens\.num_items") as refusal:
         objectives.load_and_try_custom_objective(config)
     assert "--advantage" not in str(refusal.value)
+
+
+DIVISORS = """
+import grpo
+
+def each(tokens): return -tokens.advantages * tokens.logprobs * tokens.mask
+
+def plain_sum(tokens, objective): return grpo.Loss(each(tokens).sum(), {})
+def constant_divisor(tokens, objective): return grpo.Loss(each(tokens).sum() / 64, {})
+def divided_twice(tokens, objective):
+    return grpo.Loss(each(tokens).sum() / tokens.num_items / tokens.num_rows, {})
+def per_row(tokens, objective): return grpo.Loss(each(tokens).sum() / tokens.num_rows, {})
+def per_row_mean(tokens, objective):
+    means = each(tokens).sum(axis=1) / tokens.mask.sum(axis=1)
+    return grpo.Loss(means.sum() / tokens.num_rows, {})
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("plain_sum", "from 1.95 to 3.9 "),
+        ("constant_divisor", "from 0.03047 to 0.06094 "),
+        ("divided_twice", "from 0.195 to 0.0975 "),
+    ],
+)
+def test_a_loss_that_changes_with_the_number_of_rows_is_told_before_the_first_step(
+    tmp_path, name, values
+):
+    (tmp_path / "own.py").write_text(DIVISORS)
+    config = Config.from_flags(loss_type=f"{tmp_path}/own.py:{name}")
+    _, note = objectives.load_and_try_custom_objective(config).notes
+    assert note.startswith(f"--loss-type {tmp_path}/own.py:{name} ({tmp_path}/own.py:")
+    assert "\n" not in note and f"the loss changes {values}if every row occurs twice" in note
+    assert "so its size depends on --batch and --groups" in note
+    assert "divide the sum over the tokens by tokens.num_items" in note and "num_rows" in note
+
+
+@pytest.mark.parametrize("name", ["per_row", "per_row_mean"])
+def test_a_loss_with_one_of_the_divisors_is_not_told_off(tmp_path, name):
+    (tmp_path / "own.py").write_text(DIVISORS)
+    config = Config.from_flags(loss_type=f"{tmp_path}/own.py:{name}")
+    assert len(objectives.load_and_try_custom_objective(config).notes) == 1
+
+
+@pytest.mark.parametrize("name", sorted(grpo.LOSSES.keys() - {"sft", "distill"}))
+def test_no_loss_of_ours_changes_with_the_number_of_rows(name):
+    objective = grpo.Objective(loss_type=name, beta=0.1, max_tokens=6, epsilon_high=5.0)
+    tokens = loss_trial.make_random_tokens(0, has_reference=True)
+    twice = loss_trial.repeat_rows(tokens)
+    once = grpo.LOSSES[name](tokens, objective).value.item()
+    assert grpo.LOSSES[name](twice, objective).value.item() == pytest.approx(once, rel=1e-4)
 
 
 def test_a_statistic_within_a_row_is_allowed(tmp_path):

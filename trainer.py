@@ -575,15 +575,38 @@ def _explain_how_to_continue(run: Any, error: BaseException) -> str:
 
     is_saved = bool(checkpoint.list_checkpoints(run.dir))
     flags = run.config.to_flags()
-    if functions.mentions_functions_of_this_program(flags):
-        if is_saved:
-            return f"continue in this program with: Trainer.resume({str(run.dir)!r})"
-        return "start over"
+    is_for_this_program = functions.mentions_functions_of_this_program(flags)
+    parts = [f"trainer.{name}" for name in run.names_of_parts_set_in_python()]
+    if is_for_this_program or parts:
+        return _explain_how_to_continue_in_python(run, parts, smaller_flag, is_for_this_program)
     command = command_prefix_with_extras(flags)
     if is_saved:
         return f"continue with: {command} --resume {shlex.quote(str(run.dir))}{smaller_flag}"
     config_path = shlex.quote(str(run.dir / "config.yaml"))
     return f"start over with: {command} --config {config_path}{smaller_flag}"
+
+
+def _explain_how_to_continue_in_python(
+    run: Any, parts: list[str], smaller_flag: str, is_for_this_program: bool
+) -> str:
+    """
+    Advice for a run that train.py cannot resume, because only a Python program has its parts.
+
+    parts: the attributes of the trainer that the program sets, such as "trainer.on_samples".
+    smaller_flag: a flag that needs less memory, or "".
+    is_for_this_program: whether only this program has the functions that the settings name.
+    """
+    if not checkpoint.list_checkpoints(run.dir):
+        return "start over"
+    arguments = [repr(str(run.dir))]
+    if smaller_flag:
+        name, value = smaller_flag.removeprefix(" --").split()
+        arguments.append(f"{name.replace('-', '_')}={int(value) if value.isdigit() else value!r}")
+    call = f"Trainer.resume({', '.join(arguments)})"
+    if not parts:
+        return f"continue in this program with: {call}"
+    place = "this program" if is_for_this_program else "Python"
+    return f"continue in {place}: call {call}, and set {' and '.join(parts)} before the first step"
 
 
 def _flag_that_needs_less_memory(run: Any, error: BaseException) -> str:

@@ -288,6 +288,7 @@ def stopped(tmp_path):
         Config.from_flags(),
     )
     saved.journal = SimpleNamespace(phase="update")
+    saved.names_of_parts_set_in_python = dict
     saved.save = lambda: checkpoint.save_tensors(
         tmp_path / "state.safetensors", {"x": mx.ones(3) * 2}
     )

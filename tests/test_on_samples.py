@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from conftest import ROOT, catch_message, read_log
 
+import trainer
+from tasks.draws import EpochPrompts
 from train import Trainer
 
 SMALL = dict(
@@ -154,6 +156,43 @@ def test_samples_of_earlier_steps_can_be_added_and_a_subclass_may_have_the_hook(
 def test_a_hook_that_fails_or_returns_no_samples_is_told_in_one_line(tmp_path, hook, words):
     message = catch_message(train, start(tmp_path), hook)
     assert message.startswith("Trainer.on_samples") and words in message and "\n" not in message
+
+
+def fail_in_step_2(run, samples):
+    if run.step == 1:
+        raise KeyError("reward")
+    return samples
+
+
+def test_after_an_error_the_hint_names_what_resumes_a_run_with_a_hook(tmp_path):
+    stopped = start(tmp_path, steps=3)
+    stopped.on_samples = fail_in_step_2
+    message = catch_message(lambda: list(stopped.steps()))
+    run = str(tmp_path / "run")
+    hint = f"saved after step 1, continue in Python: call Trainer.resume({run!r})"
+    assert message.endswith(f"{hint}, and set trainer.on_samples before the first step")
+    assert "--resume" not in message
+
+    resumed = Trainer.resume(run, steps=3)  # what the hint says
+    resumed.on_samples = fail_in_step_2
+    assert "raised KeyError" in catch_message(lambda: list(resumed.steps()))
+
+
+class LikeUsual(EpochPrompts):
+    """Draws as usual."""
+
+
+def test_the_hint_names_every_part_and_the_setting_that_needs_less_memory(tmp_path):
+    out = start(tmp_path)
+    run = out.run
+    run.on_samples = keep_all
+    run.prompts = LikeUsual(run.config, run.prompts.train, run.prompts.prompt_ids)
+    nothing = trainer.save_and_describe_stop(run, KeyboardInterrupt())
+    parts = "and set trainer.on_samples and trainer.run.prompts before the first step"
+    assert nothing.endswith(f"Trainer.resume({str(run.dir)!r}), {parts}")
+    run.journal.phase = "rollout"
+    less = trainer.save_and_describe_stop(run, MemoryError("out of memory"))
+    assert less.endswith(f"Trainer.resume({str(run.dir)!r}, rollout_batch_size=4), {parts}")
 
 
 def test_a_resume_without_the_hook_is_refused(tmp_path):

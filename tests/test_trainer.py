@@ -151,7 +151,9 @@ def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(tmp_pat
             functions.load_function, "--reward", spec
         )
         run = SimpleNamespace(
-            config=SimpleNamespace(to_flags=lambda spec=spec: {"reward": [spec]}), dir=tmp_path
+            config=SimpleNamespace(to_flags=lambda spec=spec: {"reward": [spec]}),
+            dir=tmp_path,
+            names_of_parts_set_in_python=dict,
         )
         (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
         assert (

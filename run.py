@@ -276,11 +276,7 @@ class Run:
         if self.on_samples is None:
             return samples
         label = "Trainer.on_samples"
-        try:
-            chosen = self.on_samples(self, list(samples))
-        except Exception as error:
-            reason = functions.describe_error_in_function(error, self.on_samples)
-            raise ValueError(f"{label} {reason}") from error
+        chosen = functions.call_or_raise_with_location(label, self.on_samples, self, list(samples))
         is_list = isinstance(chosen, list) and all(isinstance(row, Sample) for row in chosen)
         if not is_list or not chosen:
             raise ValueError(

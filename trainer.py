@@ -495,7 +495,8 @@ def save_on_interrupt_or_error(run: Any) -> Iterator[None]:
         run.undo_unfinished_step()
         message = save_and_describe_stop(run, error)
         if isinstance(error, ValueError) or memory.should_retry_with_less_work(error):
-            raise ValueError(message) from error
+            # one traceback, which begins here and ends where the error was raised
+            raise ValueError(message).with_traceback(error.__traceback__) from None
         print_line_to_stderr(f"\n{message}")
         raise  # a bug in Gwen or in MLX is shown with its traceback
     finally:

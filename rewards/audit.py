@@ -309,7 +309,7 @@ def call_reward_on_texts(
         answer = shorten_value(rows_and_texts[0][0].right)
         raise ValueError(
             f"{error}; the row has the prompt {prompt} and the answer {answer}"
-        ) from error
+        ) from None
 
 
 def try_own_answers_until_timeout(name: str, reward: Reward, examples: Sequence[Example]) -> int:

@@ -102,7 +102,7 @@ def _bind_arguments(
             raise TypeError("a class takes no arguments here; leave them out")
         inspect.signature(function).bind_partial(*positional, **by_name)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{flag_and_spec}: {error}") from error
+        raise ValueError(f"{flag_and_spec}: {error}") from None
     bound = functools.partial(function, *positional, **by_name)
     # error messages contain the name of the function and of its module
     vars(bound).update(__module__=function.__module__, __name__=name, __qualname__=name)
@@ -132,7 +132,7 @@ def _import_module(flag_and_spec: str, file_or_module: str, path: Path) -> Any:
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{flag_and_spec}: {_explain_failed_import(error, file_or_module, path)}"
-        ) from error
+        ) from None
 
 
 def _explain_failed_import(error: BaseException, file_or_module: str, path: Path) -> str:

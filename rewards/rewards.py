@@ -293,7 +293,7 @@ def call_reward_on_this_rank(
         if isinstance(fn, UserReward):
             rewards = _try_messages_after_error(fn, chosen, error)
         if rewards is None:
-            raise ValueError(f"reward {name} {describe_error_in_function(error, fn)}") from error
+            raise ValueError(f"reward {name} {describe_error_in_function(error, fn)}") from None
     values = _check_reward_values(name, fn, rewards, num_rows)
 
     if isinstance(fn, UserReward) and fn.messages is None:

@@ -285,7 +285,7 @@ def _compute_or_raise_with_location(
     except _LossMistakeError:
         raise
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{label} {describe_error_in_function(error, function)}") from error
+        raise ValueError(f"{label} {describe_error_in_function(error, function)}") from None
 
 
 # ---- a user's advantage

@@ -106,7 +106,7 @@ def try_own_optimizer(config: Config) -> None:
         changed = optimizer.apply_gradients(gradients, weights)
         values = np.array(changed["weight"])
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{label} {describe_error_in_function(error, function)}") from error
+        raise ValueError(f"{label} {describe_error_in_function(error, function)}") from None
     if values.shape != (4, 2) or not np.isfinite(values).all():
         raise ValueError(
             f"{label} made a weight inf or nan, or changed its shape, in a step on the weights "
@@ -126,7 +126,7 @@ def _call_optimizer_function(
     try:
         optimizer = function(rate)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{label} {describe_error_in_function(error, function)}") from error
+        raise ValueError(f"{label} {describe_error_in_function(error, function)}") from None
     if not isinstance(optimizer, optim.Optimizer):
         raise ValueError(
             f"{label} returned {shorten_value(optimizer)}; return an mlx.optimizers.Optimizer"

@@ -61,7 +61,7 @@ def _get_state(environment_class: Any) -> Any:
         state = environment_class.get_state()
     except Exception as error:
         reason = describe_error_in_function(error, environment_class.get_state)
-        raise ValueError(f"{label} {reason}") from error
+        raise ValueError(f"{label} {reason}") from None
     return copy_as_json(f"{label} returned", state)
 
 
@@ -81,7 +81,7 @@ def set_states(environments: Mapping[str, type], states: States) -> None:
             reason = describe_error_in_function(error, environment_class.set_state)
             raise ValueError(
                 f"environment {environment_class.__name__}: set_state {reason}"
-            ) from error
+            ) from None
 
 
 def record_or_restore_first_states(environments: Mapping[str, type]) -> None:

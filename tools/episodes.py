@@ -331,7 +331,7 @@ class Episodes:
         error = result.error
         if isinstance(error, BaseException):
             raised = describe_error_in_function(error, episode.worker.instance.get_reward)
-            raise ValueError(f"{episode.error_prefix} get_reward {raised}") from error
+            raise ValueError(f"{episode.error_prefix} get_reward {raised}") from None
         episode.turn_rewards.append(_reward_as_number(episode.error_prefix, result.value, "a turn"))
 
     def _make_reply_or_end_reason(self, episode: Episode) -> list[int] | str:

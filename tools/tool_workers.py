@@ -117,7 +117,7 @@ class ToolWorker:
         error = result.error
         if isinstance(error, BaseException):
             raised = describe_error_in_function(error, getattr(fn, "func", fn))
-            raise ValueError(f"{error_prefix} {raised}") from error
+            raise ValueError(f"{error_prefix} {raised}") from None
         return result.value
 
     def end_after_current_job(self) -> None:

@@ -1,0 +1,110 @@
+"""A mistake in a user's function: a Python program shows one error, whose message is one line."""
+
+import subprocess
+import sys
+import traceback
+
+import pytest
+from conftest import ROOT
+
+from train import Trainer
+
+SMALL = dict(model="demo", task="demo", batch=2, groups=2, max_tokens=4, steps=1, eval_every=0)
+
+
+def fail_as_advantage(rewards):
+    return {}[rewards.shape]
+
+
+def fail_as_loss(tokens, objective):
+    return tokens.nothing
+
+
+def fail_as_optimizer(learning_rate):
+    return 1 / 0
+
+
+def fail_as_reward(completions, **columns):
+    return completions[1000]
+
+
+def fail_as_hook(run, samples):
+    return samples[1000]
+
+
+class FailingEnvironment:
+    def reset(self, **row):
+        return [][1]
+
+    def get_reward(self):
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "function"),
+    [
+        ({"advantage": fail_as_advantage}, fail_as_advantage),
+        ({"loss_type": fail_as_loss}, fail_as_loss),
+        ({"optimizer": fail_as_optimizer}, fail_as_optimizer),
+        ({"reward": fail_as_reward}, fail_as_reward),
+        ({"env": FailingEnvironment, "model": "demo:tools"}, FailingEnvironment.reset),
+    ],
+    ids=["advantage", "loss", "optimizer", "reward", "environment"],
+)
+def test_a_mistake_in_a_function_is_one_error_with_its_line(tmp_path, settings, function):
+    if "env" in settings:
+        settings = settings | {"task": None}
+    settings = {name: value for name, value in (SMALL | settings).items() if value is not None}
+    with pytest.raises(ValueError) as caught:
+        Trainer.start(run_dir=str(tmp_path / "run"), **settings)
+    shown = "".join(traceback.format_exception(caught.value))
+    line = function.__code__.co_firstlineno + 1
+    assert shown.count("Traceback") == 1, shown
+    assert f"at {__file__}:{line}" in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_in_a_training_step_is_one_error_with_its_line(tmp_path):
+    trainer = Trainer.start(run_dir=str(tmp_path / "run"), **SMALL)
+    trainer.on_samples = fail_as_hook
+    with pytest.raises(ValueError) as caught:
+        trainer.fit()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 1, shown
+    assert f"{__file__}:{fail_as_hook.__code__.co_firstlineno + 1}; saved" in str(caught.value)
+
+
+def test_an_error_that_is_no_user_s_mistake_keeps_the_place_where_it_was_raised(
+    tmp_path, monkeypatch
+):
+    trainer = Trainer.start(run_dir=str(tmp_path / "run"), **SMALL)
+
+    def fail_deep_inside(*_):
+        raise ValueError("deep inside")
+
+    monkeypatch.setattr("train.update_policy", fail_deep_inside)
+    with pytest.raises(ValueError) as caught:
+        trainer.fit()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 1 and "in fail_deep_inside" in shown
+
+
+def test_a_program_ends_with_the_line_that_names_the_mistake(tmp_path):
+    program = tmp_path / "idea.py"
+    program.write_text(
+        "from train import Trainer\n"
+        "def ranks(rewards):\n"
+        "    return rewards.nothing\n"
+        "Trainer.start(model='demo', task='demo', advantage=ranks)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.count("Traceback") == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ValueError: --advantage __main__:ranks") and f"{program}:3" in last

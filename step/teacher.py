@@ -144,10 +144,15 @@ class Teacher:
         The prompts with the extra prompt are longer, so they are put into batches of their own.
         """
         rows = [samples[row] for row in batch.rows]
-        examples = {sample.group: sample.example for sample in rows}
+        # a replayed sample may have the number of a group with another prompt
+        keys = [(sample.group, tuple(sample.prompt)) for sample in rows]
+        examples = {key: sample.example for key, sample in zip(keys, rows, strict=True)}
         prompts = self.encode_teacher_prompts(examples.values())
-        group_prompts = dict(zip(examples, prompts, strict=True))
-        teacher_rows = [sample._replace(prompt=group_prompts[sample.group]) for sample in rows]
+        prompt_by_key = dict(zip(examples, prompts, strict=True))
+        teacher_rows = [
+            sample._replace(prompt=prompt_by_key[key])
+            for key, sample in zip(keys, rows, strict=True)
+        ]
 
         shape = (*batch.mask.shape, self.model_config.hidden_size)
         all_states = mx.zeros(shape, self.model.head_weight.dtype)

@@ -147,6 +147,22 @@ def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher
     assert np.abs(np.array(share.logprobs) - drawn)[np.array(batches[0].mask) > 0].max() < 1e-4
 
 
+def test_a_replayed_sample_may_have_the_group_of_another_prompt(tmp_path, prompt):
+    run = make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt)
+    samples = sample_first_prompts(run, np.zeros(12))
+    assert len({tuple(sample.prompt) for sample in samples}) > 1
+    in_one_group = [sample._replace(group=0) for sample in samples]
+    batches = make_batches(samples, 150)
+    shown, same = (
+        run.teacher.add_teacher_hidden_states(rows, batches) for rows in (samples, in_one_group)
+    )
+    for batch, other in zip(shown, same, strict=True):
+        mask = np.array(batch.mask)[..., None]
+        np.testing.assert_allclose(
+            np.array(other.lesson.hidden) * mask, np.array(batch.lesson.hidden) * mask, atol=1e-4
+        )
+
+
 def test_all_weights_are_trained_beside_a_copy_of_them_that_teaches(tmp_path, prompt):
     run = make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt, "--lora-rank", "0")
     assert run.teacher.model is run.base is not run.model

@@ -2,7 +2,9 @@
 
 import importlib.util
 import math
+import os
 import re
+import subprocess
 import sys
 
 import mlx.core as mx
@@ -70,6 +72,41 @@ def column(rows, name):
 
 def count_tokens(rows):
     return np.array([[len(row["ids"]) for row in group] for group in rows])
+
+
+def test_a_program_elsewhere_trains_and_train_py_resumes_it_if_its_function_is_imported(tmp_path):
+    settings = ", ".join(f"{name}={value!r}" for name, value in TINY.items())
+    function = "def centered(rewards):\n    return rewards - rewards.mean(axis=1, keepdims=True)\n"
+    start = f"Trainer.start(model='demo', task='demo', advantage=centered, {settings}, "
+    (tmp_path / "ideas.py").write_text(function)
+    (tmp_path / "main.py").write_text(
+        f"from ideas import centered\nfrom train import Trainer\n{start}run_dir='a').fit()\n"
+    )
+    (tmp_path / "alone.py").write_text(
+        f"from train import Trainer\n{function}{start}run_dir='b').fit()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def run_python(*words):
+        return subprocess.run(
+            [sys.executable, *map(str, words)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    for program, run, status in (("main.py", "a", 0), ("alone.py", "b", 2)):
+        done = run_python(program)
+        assert done.returncode == 0, done.stderr
+        assert ("only this program can resume" in done.stdout) == (status == 2)
+        del environment["PYTHONPATH"]
+        resumed = run_python(ROOT / "train.py", "--resume", run, "--steps", 3)
+        assert resumed.returncode == status, resumed.stderr
+        environment["PYTHONPATH"] = str(ROOT)
+    assert "centered" in resumed.stderr
+    assert "PYTHONPATH=~/gwen uv run --project ~/gwen mine.py" in PAGE
 
 
 def test_every_section_has_one_short_program():

@@ -564,7 +564,8 @@ def _explain_how_to_continue(run: Any, error: BaseException) -> str:
     """
     Advice with the command that continues the run, or starts it over if nothing was saved.
 
-    If memory ran out, the command sets a batch size smaller than the one that failed.
+    If memory ran out, the command sets a batch size smaller than the one that failed. If a user's
+    function failed, the command accepts the file that the user will have corrected.
     """
     smaller_flag = ""
     # a ValueError about memory was raised by the user's reward function
@@ -574,21 +575,35 @@ def _explain_how_to_continue(run: Any, error: BaseException) -> str:
             return "start over with a smaller model or a lower --max-tokens"
         smaller_flag = f" {smaller_flag}"
 
+    correct_first = ""
+    allow_flag = ""
+    if functions.is_caused_by_user_function(error):
+        correct_first = "correct the function and "
+        allow_flag = " --allow-changes"
+
     is_saved = bool(checkpoint.list_checkpoints(run.dir))
     flags = run.config.to_flags()
     is_for_this_program = functions.mentions_functions_of_this_program(flags)
     parts = [f"trainer.{name}" for name in run.names_of_parts_set_in_python()]
     if is_for_this_program or parts:
-        return _explain_how_to_continue_in_python(run, parts, smaller_flag, is_for_this_program)
+        return correct_first + _explain_how_to_continue_in_python(
+            run, parts, smaller_flag, is_for_this_program, allows_changes=bool(allow_flag)
+        )
     command = command_prefix_with_extras(flags)
     if is_saved:
-        return f"continue with: {command} --resume {shlex.quote(str(run.dir))}{smaller_flag}"
+        resume = f"--resume {shlex.quote(str(run.dir))}{smaller_flag}{allow_flag}"
+        return f"{correct_first}continue with: {command} {resume}"
     config_path = shlex.quote(str(run.dir / "config.yaml"))
-    return f"start over with: {command} --config {config_path}{smaller_flag}"
+    return f"{correct_first}start over with: {command} --config {config_path}{smaller_flag}"
 
 
 def _explain_how_to_continue_in_python(
-    run: Any, parts: list[str], smaller_flag: str, is_for_this_program: bool
+    run: Any,
+    parts: list[str],
+    smaller_flag: str,
+    is_for_this_program: bool,
+    *,
+    allows_changes: bool,
 ) -> str:
     """
     Advice for a run that train.py cannot resume, because only a Python program has its parts.
@@ -596,6 +611,7 @@ def _explain_how_to_continue_in_python(
     parts: the attributes of the trainer that the program sets, such as "trainer.on_samples".
     smaller_flag: a flag that needs less memory, or "".
     is_for_this_program: whether only this program has the functions that the settings name.
+    allows_changes: whether the resumed run must accept a function that has changed.
     """
     if not checkpoint.list_checkpoints(run.dir):
         return "start over"
@@ -603,6 +619,8 @@ def _explain_how_to_continue_in_python(
     if smaller_flag:
         name, value = smaller_flag.removeprefix(" --").split()
         arguments.append(f"{name.replace('-', '_')}={int(value) if value.isdigit() else value!r}")
+    if allows_changes:
+        arguments.append("allow_changes=True")
     call = f"Trainer.resume({', '.join(arguments)})"
     if not parts:
         return f"continue in this program with: {call}"

@@ -273,17 +273,34 @@ def source_code_if_in_main_program(spec: str) -> str:
 # ---- errors
 
 
+class UserFunctionError(ValueError):
+    """A user's function raised an error or returned a wrong value, so the user will change it."""
+
+
 def call_or_raise_with_location(label: str, fn: Callable[..., T], *args: Any) -> T:
     """
     Calls a user's function, and returns its result.
 
-    label: what the error message calls the function. Raises a one-line ValueError with the file and
+    label: what the error message calls the function. Raises a one-line UserFunctionError with the file and
     line if the function raises an exception.
     """
     try:
         return fn(*args)
     except Exception as error:
-        raise ValueError(f"{label} {describe_error_in_function(error, fn)}") from None
+        raise UserFunctionError(f"{label} {describe_error_in_function(error, fn)}") from None
+
+
+def is_caused_by_user_function(error: BaseException) -> bool:
+    """Whether a user's function failed, or raised the error in a file that `load_function` read."""
+    user_files = {str(path) for path, _ in _modules}
+    cause: BaseException | None = error
+    while isinstance(cause, Exception):
+        frames = traceback.extract_tb(cause.__traceback__)
+        is_in_user_file = any(frame.filename in user_files for frame in frames)
+        if isinstance(cause, UserFunctionError) or is_in_user_file:
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def describe_error_in_function(error: BaseException, fn: Callable[..., Any]) -> str:

@@ -35,7 +35,12 @@ from prompts.examples import (
 )
 from rewards import built_in
 from rewards.built_in import BUILT_IN, Reward
-from rewards.functions import describe_error_in_function, file_and_line_suffix, load_function
+from rewards.functions import (
+    UserFunctionError,
+    describe_error_in_function,
+    file_and_line_suffix,
+    load_function,
+)
 from rewards.statements import strip_thoughts
 
 # The arguments of rewards that are available only if the task has environments.
@@ -195,7 +200,7 @@ def _refuse_rewards_without_numbers(
             continue
         others = [values_by_name[other] for other in users_names if other != name]
         if not others or any(map(_are_all_nan, zip(*others, strict=True))):
-            raise ValueError(
+            raise UserFunctionError(
                 f"reward {name} returned None for all {len(values)} completions; "
                 "return a number for each completion to which the reward applies"
             )
@@ -293,7 +298,9 @@ def call_reward_on_this_rank(
         if isinstance(fn, UserReward):
             rewards = _try_messages_after_error(fn, chosen, error)
         if rewards is None:
-            raise ValueError(f"reward {name} {describe_error_in_function(error, fn)}") from None
+            raise UserFunctionError(
+                f"reward {name} {describe_error_in_function(error, fn)}"
+            ) from None
     values = _check_reward_values(name, fn, rewards, num_rows)
 
     if isinstance(fn, UserReward) and fn.messages is None:
@@ -382,7 +389,7 @@ def _check_reward_values(name: str, fn: Reward, returned: Any, num_rows: int) ->
     is_list = isinstance(returned, (list, tuple))
     if not is_list or len(returned) != num_rows:
         result = f"{len(returned)} values" if is_list else shorten_value(returned)
-        raise ValueError(
+        raise UserFunctionError(
             f"reward {name}{file_and_line_suffix(fn)} returned {result}; "
             f"return a list of {num_rows} numbers, one for each completion"
         )
@@ -390,7 +397,7 @@ def _check_reward_values(name: str, fn: Reward, returned: Any, num_rows: int) ->
     for row, value in enumerate(returned):
         number = finite_float_or_nan(value)
         if value is not None and math.isnan(number):
-            raise ValueError(
+            raise UserFunctionError(
                 f"reward {name}{file_and_line_suffix(fn)} returned {shorten_value(value)} "
                 f"for row {row}; return a finite number below 1e15"
             )

@@ -21,7 +21,12 @@ import numpy as np
 import grpo
 from config import Config, is_user_function
 from prompts.examples import shorten_value
-from rewards.functions import describe_error_in_function, file_and_line_suffix, load_function
+from rewards.functions import (
+    UserFunctionError,
+    describe_error_in_function,
+    file_and_line_suffix,
+    load_function,
+)
 from step import loss_trial
 from step.advantages import AdvantageFunction
 from step.loss import SUMS, make_objective
@@ -285,7 +290,7 @@ def _compute_or_raise_with_location(
     except _LossMistakeError:
         raise
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{label} {describe_error_in_function(error, function)}") from None
+        raise UserFunctionError(f"{label} {describe_error_in_function(error, function)}") from None
 
 
 # ---- a user's advantage
@@ -344,13 +349,13 @@ def compute_custom_advantages(
         label, function, compute_advantages_and_is_trained
     )
     if advantages.shape != rewards.shape:
-        raise ValueError(
+        raise UserFunctionError(
             f"{label} returned the shape {advantages.shape} for rewards of shape {rewards.shape}; "
             "return one advantage for each reward"
         )
     is_missing = np.isnan(rewards)
     if not np.isfinite(advantages[is_trained & ~is_missing]).all():
-        raise ValueError(
+        raise UserFunctionError(
             f"{label} returned {shorten_value(advantages.tolist())} for the rewards "
             f"{shorten_value(rewards.tolist())}; all advantages must be finite"
         )

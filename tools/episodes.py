@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from prompts.examples import Example, format_error, last_user_text, shorten_value
-from rewards.functions import describe_error_in_function
+from rewards.functions import UserFunctionError, describe_error_in_function
 from rewards.rewards import finite_float_or_nan
 from tools.calls import (
     ToolCall,
@@ -121,7 +121,7 @@ def _reward_as_number(error_prefix: str, value: Any, turn_or_episode: str) -> fl
     """
     number = finite_float_or_nan(value)
     if math.isnan(number):
-        raise ValueError(
+        raise UserFunctionError(
             f"{error_prefix} get_reward returned {shorten_value(value)} for {turn_or_episode}; "
             "return a number"
         )
@@ -331,7 +331,7 @@ class Episodes:
         error = result.error
         if isinstance(error, BaseException):
             raised = describe_error_in_function(error, episode.worker.instance.get_reward)
-            raise ValueError(f"{episode.error_prefix} get_reward {raised}") from None
+            raise UserFunctionError(f"{episode.error_prefix} get_reward {raised}") from None
         episode.turn_rewards.append(_reward_as_number(episode.error_prefix, result.value, "a turn"))
 
     def _make_reply_or_end_reason(self, episode: Episode) -> list[int] | str:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rewards.functions import describe_error_in_function
+from rewards.functions import UserFunctionError, describe_error_in_function
 from rewards.rewards import wrap_in_coroutine
 
 PATIENCE = 1.0  # how many seconds a process waits for its tools before it ends
@@ -109,7 +109,7 @@ class ToolWorker:
             result = results.get(timeout=self.limit)
         except queue.Empty:
             self.end_after_current_job()
-            raise ValueError(
+            raise UserFunctionError(
                 f"{error_prefix} took longer than --tool-timeout {self.limit:g}; "
                 "raise the limit or make the call faster"
             ) from None
@@ -117,7 +117,7 @@ class ToolWorker:
         error = result.error
         if isinstance(error, BaseException):
             raised = describe_error_in_function(error, getattr(fn, "func", fn))
-            raise ValueError(f"{error_prefix} {raised}") from None
+            raise UserFunctionError(f"{error_prefix} {raised}") from None
         return result.value
 
     def end_after_current_job(self) -> None:

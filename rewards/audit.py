@@ -285,7 +285,8 @@ def call_reward_on_texts(
     The values that a reward returns for given texts, each taken as the completion of its row.
 
     The number of tokens is estimated as one per four characters. Raises ValueError in the same
-    cases as `call_and_check_reward`; the message names the row on which the reward failed.
+    cases as `call_and_check_reward`; the message names the row and the completion on which the
+    reward failed.
     """
     if not rows_and_texts:
         return []
@@ -305,10 +306,14 @@ def call_reward_on_texts(
         if len(rows_and_texts) > 1:
             for row_and_text in rows_and_texts:  # finds the row on which the reward fails
                 call_reward_on_texts(name, reward, [row_and_text])
+            raise ValueError(
+                f"{error}; the reward fails only if one call has all {len(texts)} completions"
+            ) from error
         prompt = shorten_value(last_user_text(examples[0]["prompt"]))
         answer = shorten_value(rows_and_texts[0][0].right)
         raise ValueError(
-            f"{error}; the row has the prompt {prompt} and the answer {answer}"
+            f"{error}; the row has the prompt {prompt} and the answer {answer}; the audit made up "
+            f"the completion {shorten_value(texts[0])}"
         ) from None
 
 

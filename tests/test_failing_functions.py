@@ -5,7 +5,7 @@ from small_run import SMALL_FLAGS, make_run
 
 import train
 import trainer
-from rewards import functions
+from rewards import audit, functions, rewards
 
 FAILS_LATER = """
 def score(completions, trainer_state, **_):
@@ -44,3 +44,36 @@ def test_an_error_in_a_file_with_a_users_loss_counts_as_that_of_a_users_function
     assert trainer.save_and_describe_stop(run, raised.value).endswith("--allow-changes")
     for error in (KeyError("a bug in Gwen"), ValueError("a full disk"), KeyboardInterrupt()):
         assert "--allow-changes" not in trainer.save_and_describe_stop(run, error)
+
+
+# ---- the audit
+
+
+def audit_error(tmp_path, body):
+    (tmp_path / "mine.py").write_text(body)
+    name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
+    rows = [{"prompt": f"What is {n}?", "answer": str(n)} for n in range(11, 20)]
+    with pytest.raises(ValueError) as raised:
+        audit.audit_reward(name, reward, rows)
+    return str(raised.value)
+
+
+def test_the_audit_shows_the_completion_on_which_a_reward_fails(tmp_path):
+    line = audit_error(
+        tmp_path, "def score(completions, **_):\n    return [float(text) for text in completions]\n"
+    )
+    assert f"at {tmp_path}/mine.py:2" in line and "the answer '11'" in line
+    assert line.endswith("; the audit made up the completion 'The answer is 11.'")
+
+
+def test_the_audit_names_no_completion_if_a_reward_fails_only_on_several_at_once(tmp_path):
+    line = audit_error(
+        tmp_path, "def score(completions, **_):\n    return [1 / (len(completions) == 1)] * 2\n"
+    )
+    assert "the completion" in line, "it fails on each"
+    line = audit_error(
+        tmp_path,
+        "def score(completions, **_):\n"
+        "    return [1 / (len(completions) == 1) for _ in completions]\n",
+    )
+    assert line.endswith("the reward fails only if one call has all 30 completions")

@@ -68,6 +68,7 @@ class Bar(tqdm):
         self.unit_name = unit
         self.start_n = self.n
         self.begin_s = time.monotonic()
+        self.may_never_end = False
         _register_bar_and_start_thread(self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -98,7 +99,7 @@ class Bar(tqdm):
             self.set_postfix_str(f"{speed:,.0f} {amount_unit}/s", refresh=False)
         self.update(num_done - self.n)
 
-    def describe_activity(self) -> str:
+    def describe_activity(self, *, can_estimate: bool = True) -> str:
         """
         The activity and its progress, as in the text "sampling: 23 of 64 rows, about 40 s left".
 
@@ -115,7 +116,7 @@ class Bar(tqdm):
                 text += f" of {self.total}"
             if self.unit_name:
                 text += f" {self.unit_name}s"
-        if num_done > 0 and num_left > 0:
+        if can_estimate and num_done > 0 and num_left > 0:
             seconds_left = seconds / num_done * num_left
             return f"{text}, about {format_duration(seconds_left)} left"
         return f"{text}, {format_duration(seconds)} so far"
@@ -130,6 +131,19 @@ class Bar(tqdm):
 def show_activity(activity: str) -> Bar:
     """A context manager that shows an activity of unknown duration if it takes long."""
     return Bar(desc=activity, disable=True)
+
+
+def show_call_without_time_limit(function: str) -> Bar:
+    """
+    A context manager that shows how long a call of a user's function has taken.
+
+    During the call, no line estimates the time left, because the function may never return.
+    function: a description of the function, such as "reward score (mine.py:3)".
+    """
+    activity = f"waiting for the {function}, which has no time limit"
+    bar = Bar(desc=activity, bar_format="{desc}, {elapsed} so far")
+    bar.may_never_end = True
+    return bar
 
 
 # ---- text
@@ -161,8 +175,11 @@ def redraw_bars_or_print_activities() -> None:
         if not bar.disable:
             bar.refresh()
     if bars and bars[-1].disable:
-        activities = "; ".join(bar.describe_activity() for bar in bars if bar.disable)
-        tqdm.write(f"... {activities}", file=sys.stderr)
+        can_estimate = not bars[-1].may_never_end
+        activities = [
+            bar.describe_activity(can_estimate=can_estimate) for bar in bars if bar.disable
+        ]
+        tqdm.write(f"... {'; '.join(activities)}", file=sys.stderr)
         sys.stderr.flush()
 
 

@@ -370,7 +370,10 @@ def _try_messages_after_error(
 def _call_and_await(fn: Reward, arguments: dict[str, Any]) -> Any:
     # If the function changes the working directory, this undoes the change, since the run directory
     # may be a relative path.
-    with contextlib.chdir(os.curdir):
+    with contextlib.chdir(os.curdir), contextlib.ExitStack() as stack:
+        if isinstance(fn, UserReward):
+            label = f"reward {fn.name}{file_and_line_suffix(fn)}"
+            stack.enter_context(alive.show_call_without_time_limit(label))
         rewards: Any = fn(**{key: list(values) for key, values in arguments.items()})
         if inspect.isawaitable(rewards):
             rewards = asyncio.run(wrap_in_coroutine(rewards))

@@ -9,6 +9,7 @@ import pytest
 from conftest import run_command
 
 from machine import alive
+from rewards import rewards
 
 
 @pytest.fixture
@@ -78,6 +79,47 @@ def test_a_drawn_bar_is_drawn_again_and_no_line_is_written(now, monkeypatch):
         bar.update()
     assert "2/4 [00:20<00:20, 10.00s/it]" in screen.getvalue()
     bar.close()
+
+
+def test_a_reward_that_hangs_is_named_with_its_time_and_no_time_left_is_estimated(
+    now, tmp_path, capsys
+):
+    """Gwen cannot know whether a user's function will ever return."""
+    (tmp_path / "mine.py").write_text(
+        "def score(completions, wait, **_):\n"
+        "    for seconds in wait:\n"
+        "        seconds()\n"
+        "    return [1.0 for _ in completions]\n"
+    )
+    name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
+    lines = []
+
+    def wait():
+        now[0] += 81
+        lines.append(signed(capsys))
+
+    with alive.Bar(total=9, initial=4, desc="training", unit="step") as steps:
+        now[0] += 20
+        steps.update(1)
+        example = {"prompt": "1?", "wait": wait}
+        rewards.call_rewards({name: reward}, [example], ["2"], {})
+        assert lines == [
+            "... training: 5 of 9 steps, 2 min so far; reward: 0 of 1 rewards, 81 s so far; "
+            f"waiting for the reward score ({tmp_path}/mine.py:1), which has no time limit, "
+            "81 s so far"
+        ]
+        assert signed(capsys) == "... training: 5 of 9 steps, about 7 min left", "after the call"
+
+
+def test_in_a_terminal_the_call_of_a_reward_is_drawn_and_then_removed(now, monkeypatch):
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with alive.show_call_without_time_limit("reward score (mine.py:1)") as bar:
+        bar.start_t -= 81
+        alive.redraw_bars_or_print_activities()
+        text = "waiting for the reward score (mine.py:1), which has no time limit, 01:21 so far"
+        assert text in screen.getvalue() and "..." not in screen.getvalue()
+    assert screen.getvalue().endswith("\r")
 
 
 def test_a_bar_of_nothing_is_not_drawn():

@@ -3,8 +3,9 @@ Prevents errors on standard output and standard error from ending a command.
 
 The reader of a pipe may exit, a disk may fill up, a terminal may be closed, or an encoding may lack
 a character. None of these events should end a run. Inside `guard_output()`, text that cannot be
-written is dropped, and a character that the encoding lacks is escaped. The printed text itself
-comes from reporting/console.py.
+written is dropped, and a character that the encoding lacks is escaped. If a user's function
+replaces the streams, `restore_streams_after_call` undoes this. The printed text itself comes from
+reporting/console.py.
 """
 
 import contextlib
@@ -15,6 +16,9 @@ import select
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
+
+# The functions about which `restore_streams_after_call` has printed a warning.
+_functions_that_replaced_streams: set[str] = set()
 
 
 class LossyFile(io.FileIO):
@@ -90,6 +94,35 @@ def guard_output(*, is_log: bool = False) -> Iterator[None]:
     if error.errno != errno.EPIPE:
         _print_to_stderr(f"error: standard output cannot be written: {error.strerror}")
         sys.exit(1)
+
+
+@contextlib.contextmanager
+def restore_streams_after_call(function: str) -> Iterator[None]:
+    """
+    After the block, `sys.stdout` and `sys.stderr` are the same streams as before the block.
+
+    If a user's function in the block has replaced a stream, a warning on stderr says so, once
+    for each function. Without this, Gwen would print nothing more.
+
+    function: a description of the function, such as "the reward score (mine.py:3)".
+    """
+    streams_before = {"stdout": sys.stdout, "stderr": sys.stderr}
+    try:
+        yield
+    finally:
+        replaced = []
+        for name, before in streams_before.items():
+            if getattr(sys, name) is not before:
+                replaced.append(f"sys.{name}")
+                setattr(sys, name, before)
+        if replaced and function not in _functions_that_replaced_streams:
+            _functions_that_replaced_streams.add(function)
+            streams = " and ".join(replaced)
+            _print_to_stderr(
+                f"warning: {function} replaced {streams}, and Gwen restored {streams} after "
+                "the call; in the function, use `with contextlib.redirect_stdout(...)`, which "
+                "also ends after an error"
+            )
 
 
 def _print_to_stderr(line: str) -> None:

@@ -24,7 +24,7 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from machine import alive
+from machine import alive, output
 from prompts.examples import (
     RESERVED,
     TRAINER,
@@ -374,6 +374,7 @@ def _call_and_await(fn: Reward, arguments: dict[str, Any]) -> Any:
         if isinstance(fn, UserReward):
             label = f"reward {fn.name}{file_and_line_suffix(fn)}"
             stack.enter_context(alive.show_call_without_time_limit(label))
+            stack.enter_context(output.restore_streams_after_call(f"the {label}"))
         rewards: Any = fn(**{key: list(values) for key, values in arguments.items()})
         if inspect.isawaitable(rewards):
             rewards = asyncio.run(wrap_in_coroutine(rewards))

@@ -16,6 +16,7 @@ import gwen
 import sampler
 from disk import ends
 from machine import memory, world
+from machine.output import restore_streams_after_call
 from prompts.examples import Example, last_user_text
 from rewards.statements import unclosed_thought_in_prompt
 from step.sample import EMPTY, Sample
@@ -46,6 +47,8 @@ class Player(Protocol):
     ) -> tuple[list[Sample], sampler.RolloutStats]: ...
 
 
+# Tools run in threads at the same time, so the streams are restored after all tools have finished.
+@restore_streams_after_call("a tool or an environment")
 def generate_completions(
     model: gwen.Model,
     tokenizer: Any,

@@ -15,6 +15,7 @@ import gwen
 from config import Config, MemoryDependentSizes
 from layers import divergence, lm_head, softmax
 from layers.entropy import attach_entropy_gradient
+from machine.output import restore_streams_after_call
 from step.batch import Batch, completion_hidden_states
 from step.loss_trial import needs_samples_without_advantage
 
@@ -166,7 +167,8 @@ class StepLoss:
             sampled_logprobs=batch.sampled_logprobs,
             **batch.columns,
         )
-        loss, sums = self.loss_function(tokens, self.objective)
+        with restore_streams_after_call("the loss"):
+            loss, sums = self.loss_function(tokens, self.objective)
         sums = {metric_name_of_sum(name): value for name, value in sums.items()}
         if not batch.is_trained:
             loss = mx.zeros(())

@@ -20,6 +20,7 @@ import numpy as np
 
 import grpo
 from config import Config, is_user_function
+from machine.output import restore_streams_after_call
 from prompts.examples import shorten_value
 from rewards.functions import (
     UserFunctionError,
@@ -283,10 +284,12 @@ def _compute_or_raise_with_location(
     """
     Calls `compute`, which calls the user's function, and returns the result.
 
-    If the user's function fails, raises ValueError with file and line.
+    If the user's function fails, raises ValueError with file and line. If the function replaced
+    `sys.stdout` or `sys.stderr`, restores the stream.
     """
     try:
-        return compute()
+        with restore_streams_after_call(label):
+            return compute()
     except _LossMistakeError:
         raise
     except (Exception, SystemExit) as error:

@@ -1,11 +1,16 @@
 """Users' functions that fail, hang or change the process: what Gwen says, and how the run goes on."""
 
+import contextlib
+import sys
+
+import numpy as np
 import pytest
 from small_run import SMALL_FLAGS, make_run
 
 import train
 import trainer
 from rewards import audit, functions, rewards
+from step.objectives import compute_custom_advantages
 
 FAILS_LATER = """
 def score(completions, trainer_state, **_):
@@ -77,3 +82,73 @@ def test_the_audit_names_no_completion_if_a_reward_fails_only_on_several_at_once
         "    return [1 / (len(completions) == 1) for _ in completions]\n",
     )
     assert line.endswith("the reward fails only if one call has all 30 completions")
+
+
+# ---- what a function leaves behind
+
+MUTES = """
+import io, sys
+def score(completions, fails, **_):
+    sys.stdout = sys.stderr = io.StringIO()
+    if fails[0]:
+        raise ValueError("in the middle")
+    return [1.0 for _ in completions]
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_reward_that_replaces_the_output_streams_mutes_nothing_and_is_named_once(
+    tmp_path, capsys, fails
+):
+    (tmp_path / "mine.py").write_text(MUTES)
+    name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
+    streams = sys.stdout, sys.stderr
+    for _ in range(2):
+        with pytest.raises(ValueError) if fails else contextlib.nullcontext():
+            rewards.call_reward_on_rank0(name, reward, ["1?"], ["2"], {"fails": [fails]})
+        assert (sys.stdout, sys.stderr) == streams
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"warning: the reward score ({tmp_path}/mine.py:3) replaced sys.stdout" in line
+
+
+def test_an_advantage_that_replaces_the_output_streams_mutes_nothing(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import io, sys\n"
+        "def double(rewards):\n"
+        "    sys.stdout = io.StringIO()\n"
+        "    return 2 * rewards\n"
+    )
+    _, function = functions.load_function("--advantage", f"{tmp_path}/mine.py:double")
+    stdout = sys.stdout
+    compute_custom_advantages("mine.py:double", function, np.ones((2, 3)))
+    assert sys.stdout is stdout
+    assert "--advantage mine.py:double" in capsys.readouterr().err
+
+
+def test_a_tool_that_replaces_the_output_streams_mutes_no_later_line_of_the_run(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import io, sys\n"
+        "def calculator(expression: str) -> str:\n"
+        '    """\n    Computes.\n\n    Args:\n        expression: What to compute.\n    """\n'
+        "    sys.stdout = sys.stderr = io.StringIO()\n"
+        '    return "7"\n'
+    )
+    flags = "--model demo:tools --steps 1 --batch 4 --groups 4 --eval-every 0 --max-tokens 40"
+    files = f"--tools {tmp_path}/mine.py:calculator --run-dir {tmp_path}/run"
+    train.main([*flags.split(), *files.split(), "--no-look"])
+    printed = capsys.readouterr()
+    assert printed.err.count("warning: a tool or an environment replaced sys.stdout") == 1
+    assert "step 1/1 | " in printed.out
+
+
+def test_a_reward_that_redirects_its_own_prints_works_as_before(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import contextlib, io\n"
+        "def score(completions, **_):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as printed:\n"
+        "        print(completions)\n"
+        "    return [float(len(printed.getvalue()))]\n"
+    )
+    name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
+    assert rewards.call_reward_on_rank0(name, reward, ["1?"], ["2"], {}) == [6.0]
+    assert capsys.readouterr() == ("", "")

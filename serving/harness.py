@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import secrets
 import shlex
 import signal
@@ -259,7 +260,8 @@ class Harness:
         with open(self.log, "rb") as file:
             file.seek(max(os.path.getsize(self.log) - 4096, 0))
             lines = file.read().decode(errors="replace").split("\n")
-        lines = [line.strip() for line in lines if line.strip()]
+        # a line without a letter, such as a row of asterisks, explains nothing
+        lines = [line.strip() for line in lines if re.search("[A-Za-z]", line)]
         return f": {lines[-1]:.200}" if lines else ""
 
     # ---- the end

@@ -23,6 +23,7 @@ import mlx.core as mx
 
 from disk import gguf
 from disk.files import first_line_of_error, load_json_object, load_safetensors, refuse_lfs_pointer
+from disk.gguf_path import find_gguf_file
 from text.commands import advice_to_install_extra
 
 # If this variable is not set, importing transformers prints advice to install PyTorch.
@@ -810,7 +811,7 @@ def find_model_directory(path_or_id: str | Path, files_to_download: list[str] = 
     """
     if path_or_id in BUNDLED:
         return BUNDLED[str(path_or_id)]
-    gguf_file = find_smollm2_file() if path_or_id == "smollm2" else gguf.find_gguf_file(path_or_id)
+    gguf_file = find_smollm2_file() if path_or_id == "smollm2" else find_gguf_file(path_or_id)
     if gguf_file:
         return gguf.extract_to_cached_model_directory(gguf_file)
     if Path(path_or_id).is_dir():
@@ -826,8 +827,8 @@ def find_model_directory(path_or_id: str | Path, files_to_download: list[str] = 
 
 
 def is_gguf_model(path_or_id: str | Path) -> bool:
-    """Whether `gguf.find_gguf_file` finds the model, or it is `smollm2`, a file in a package."""
-    return path_or_id == "smollm2" or gguf.find_gguf_file(path_or_id) is not None
+    """Whether `find_gguf_file` finds the model, or it is `smollm2`, a file in a package."""
+    return path_or_id == "smollm2" or find_gguf_file(path_or_id) is not None
 
 
 def find_smollm2_file() -> Path:

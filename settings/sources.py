@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from config import SETTINGS, Config, MemoryDependentSizes, is_used_by_sft, is_user_function
-from disk.gguf import find_gguf_file
+from disk.gguf_path import find_gguf_file
 from disk.places import list_existing_paths, replace_paths_in_settings, settings_with_new_paths
 from flags import Parser, add_flags, explain_missing_run, flag_of, parse_seed_count_or_list
 from settings.checks import check_settings

@@ -17,7 +17,7 @@ import chat
 import export
 import gwen
 from deploy import gguf_writer
-from disk import gguf, hub
+from disk import gguf, gguf_path, hub
 from prompts import chat_template
 from settings.sources import command_prefix_with_extras
 
@@ -478,9 +478,9 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(
 
 def test_a_directory_with_exactly_one_gguf_file_is_that_model(tmp_path):
     file = tmp_path / "mine-Q8_0.gguf"
-    assert gguf.find_gguf_file(tmp_path) is None
+    assert gguf_path.find_gguf_file(tmp_path) is None
     file.touch()
-    assert gguf.find_gguf_file(tmp_path) == gguf.find_gguf_file(str(file)) == file
+    assert gguf_path.find_gguf_file(tmp_path) == gguf_path.find_gguf_file(str(file)) == file
     assert hub.is_gguf_model(tmp_path)
     command = command_prefix_with_extras({"model": str(tmp_path)}, "chat.py")
     assert command == "uv run --extra gguf chat.py"
@@ -488,7 +488,7 @@ def test_a_directory_with_exactly_one_gguf_file_is_that_model(tmp_path):
     message = catch_message(hub.load_config, tmp_path)
     assert not hub.is_gguf_model(tmp_path) and "give the file itself: --model " in message
     (tmp_path / "mine-F16.gguf").rename(tmp_path / "config.json")  # a Hugging Face directory
-    assert gguf.find_gguf_file(tmp_path) is None
+    assert gguf_path.find_gguf_file(tmp_path) is None
 
 
 BOS_TEMPLATES = {  # and whether a prompt of training begins with the tokenizer's first token

@@ -169,7 +169,8 @@ def test_after_an_error_the_hint_names_what_resumes_a_run_with_a_hook(tmp_path):
     stopped.on_samples = fail_in_step_2
     message = catch_message(lambda: list(stopped.steps()))
     run = str(tmp_path / "run")
-    hint = f"saved after step 1, continue in Python: call Trainer.resume({run!r})"
+    call = f"Trainer.resume({run!r}, allow_changes=True)"
+    hint = f"saved after step 1, correct the function and continue in Python: call {call}"
     assert message.endswith(f"{hint}, and set trainer.on_samples before the first step")
     assert "--resume" not in message
 

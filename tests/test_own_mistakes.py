@@ -107,4 +107,4 @@ def test_a_program_ends_with_the_line_that_names_the_mistake(tmp_path):
     )
     assert done.stderr.count("Traceback") == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ValueError: --advantage __main__:ranks") and f"{program}:3" in last
+    assert "UserFunctionError: --advantage __main__:ranks" in last and f"{program}:3" in last

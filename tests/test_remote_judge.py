@@ -267,9 +267,9 @@ def test_a_server_that_says_no_time_is_waited_for_a_minute_in_all_by_pauses_that
         )
 
     server = serve(answer)
-    asker = make(server, concurrency=2, sleep=clock.sleep)
+    asker = make(server, concurrency=1, sleep=clock.sleep)
     assert [reply.text for reply in ask(asker, [HELLO] * 12)] == ["5"] * 12
-    assert len(clock.pauses) >= 3 and clock.pauses == [1, 2, 4, 8, 16, 32][: len(clock.pauses)]
+    assert clock.pauses == [1, 2, 4, 8, 16, 32]
     assert len(server.requests) == 12 + 6
 
 

@@ -33,8 +33,11 @@ from serving.endpoint import CancelledRequest
 from serving.harness import POLL_SECONDS, Harness
 from serving.requests import FIXED_SETTINGS, OFF, GenerateRequest, PendingRequest, RefusedRequest
 
-# The first requests that arrive within this many seconds of each other are decoded together.
+# First requests are gathered until none has come for so many seconds: GATHER_SECONDS if at least
+# half of the episodes have sent theirs, else FEW_GATHER_SECONDS, as programs that have just been
+# started send theirs one after another.
 GATHER_SECONDS = 0.5
+FEW_GATHER_SECONDS = 5.0
 CANNOT_REPEAT = "memory ran out, and a turn could not be repeated exactly"
 MOST_LOGPROB_DIFFERENCE = 1e-4  # between a log-probability and the one that the harness reports
 
@@ -161,7 +164,9 @@ class ServedEpisodes:
                 if not episode.is_over and episode.number not in self._has_begun
             ]
             arrived = [episode for episode in open_episodes if episode.pending]
-            is_quiet = time.monotonic() - self.last_event > GATHER_SECONDS
+            has_most = 2 * len(arrived) >= len(open_episodes)
+            gather_seconds = GATHER_SECONDS if has_most else FEW_GATHER_SECONDS
+            is_quiet = time.monotonic() - self.last_event > gather_seconds
             if len(arrived) == len(open_episodes) or (arrived and is_quiet):
                 break
             if not has_event:

@@ -747,7 +747,7 @@ class GrpoRun(Run):
         examples, prompt_ids = curriculum.draw_checked_prompts(
             self.prompts, self.step, None if is_encoded_later else self.encode_prompts
         )
-        line = curriculum.describe_unusual_number(
+        line = curriculum.describe_unusual_prompt_count(
             len(examples), self.config.sampling.batch, self.step
         )
         if line and not self._reported_number_of_prompts:

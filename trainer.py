@@ -617,8 +617,10 @@ def _explain_how_to_continue_in_python(
         return "start over"
     arguments = [repr(str(run.dir))]
     if smaller_flag:
-        name, value = smaller_flag.removeprefix(" --").split()
-        arguments.append(f"{name.replace('-', '_')}={int(value) if value.isdigit() else value!r}")
+        flag_name, text = smaller_flag.removeprefix(" --").split()
+        name = flag_name.replace("-", "_")
+        value = text if text.isdigit() else repr(text)
+        arguments.append(f"{name}={value}")
     if allows_changes:
         arguments.append("allow_changes=True")
     call = f"Trainer.resume({', '.join(arguments)})"

@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 
 
 class EpisodeOutcome(NamedTuple):
-    """What the harness reports about an episode that has ended well."""
+    """What the harness reports about an episode that finished without an error."""
 
     reward: float
     metrics: dict[str, float]
@@ -222,7 +222,7 @@ class ServedEpisodes:
         if number < len(episode.turns):
             self._repeat_turn(row, number, ids)
             return
-        self._answer(episode, ids, logprobs)
+        self._answer_request(episode, ids, logprobs)
 
     def _repeat_turn(self, row: int, number: int, ids: list[int]) -> None:
         """Compares a turn that was sampled again with the one that the harness knows."""
@@ -241,9 +241,9 @@ class ServedEpisodes:
         if episode.num_sampled_turns < len(episode.turns):
             self._fail(episode, CANNOT_REPEAT)
         elif ids:
-            self._answer(episode, ids, logprobs)
+            self._answer_request(episode, ids, logprobs)
         elif episode.pending:
-            episode.pending.refuse(self._explain_full_context(episode.pending.request))
+            episode.pending.refuse(self._explain_that_context_is_full(episode.pending.request))
             episode.pending = None
             episode.additions.pop()
 
@@ -268,7 +268,7 @@ class ServedEpisodes:
         self._ready = {}
         return replies
 
-    def _answer(self, episode: ServedEpisode, ids: list[int], logprobs: np.ndarray) -> None:
+    def _answer_request(self, episode: ServedEpisode, ids: list[int], logprobs: np.ndarray) -> None:
         """Answers the episode's request with a turn."""
         limit = None
         if episode.pending:
@@ -313,11 +313,11 @@ class ServedEpisodes:
             return
         episode.last_sign = time.monotonic()
         if kind == "session":
-            self._receive_session(episode, message.get("session"))
+            self._connect_session(episode, message.get("session"))
         else:
             self._receive_result(episode, message)
 
-    def _receive_session(self, episode: ServedEpisode, session: Any) -> None:
+    def _connect_session(self, episode: ServedEpisode, session: Any) -> None:
         """Connects the requests with a session's name to the episode."""
         if episode.is_over and episode.session:
             return
@@ -468,7 +468,7 @@ class ServedEpisodes:
             raise RefusedRequest(f"token_ids has an id that is not below {self.vocabulary_size}")
         if not episode.prompt:
             if len(ids) >= self.context:
-                raise RefusedRequest(self._explain_full_context(request))
+                raise RefusedRequest(self._explain_that_context_is_full(request))
             return False
 
         conversation = episode.ids
@@ -476,7 +476,7 @@ class ServedEpisodes:
         if episode.turns and ids == conversation[: num_known - len(episode.turns[-1].ids)]:
             return True
         if episode.end_reason or len(ids) >= self.context:
-            raise RefusedRequest(self._explain_full_context(request))
+            raise RefusedRequest(self._explain_that_context_is_full(request))
         if ids[:num_known] != conversation:
             pairs = zip(ids, conversation, strict=False)
             shorter = min(len(ids), num_known)
@@ -506,7 +506,7 @@ class ServedEpisodes:
                 "with --end-tokens"
             )
 
-    def _explain_full_context(self, request: GenerateRequest) -> str:
+    def _explain_that_context_is_full(self, request: GenerateRequest) -> str:
         # vLLM's words, by which clients recognize that a conversation has become too long
         return (
             f"This model's maximum context length is {self.context} tokens. However, the prompt "

@@ -105,7 +105,9 @@ class Harness:
         self._num_free = threading.Semaphore(MOST_UNREAD)  # places for messages in `events`
         # the examples that the harness has listed, by split; None before its first message
         self.examples: dict[str, list[dict[str, Any]]] | None = None
-        self._policy: dict[str, Any] | None = None  # the last one that the harness got
+        self._policy: dict[str, Any] | None = (
+            None  # the policy about which the harness was last told
+        )
         self._num_episodes = 0
         self._num_sent: Counter[tuple[str, int]] = Counter()  # messages by type and episode
         self._end_reason = ""
@@ -161,7 +163,7 @@ class Harness:
 
     def tell_policy(self, policy: dict[str, Any]) -> None:
         """
-        Sends the message with the policy, unless it was the last one that the harness got.
+        Tells the harness about the policy, unless the harness was last told about the same policy.
 
         Several runs of one process may take turns with the harness.
         """

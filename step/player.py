@@ -93,7 +93,7 @@ class HarnessPlayer:
         is_evaluation: bool,
     ) -> tuple[list[Sample], sampler.RolloutStats]:
         """
-        Copies of the samples with their episodes, and the cost of sampling them.
+        Returns copies of the samples with their episodes filled in, and what sampling cost.
 
         In training, samples whose episodes failed are left out. In evaluations, they have an empty
         response and no reward. `failures` in the result names the reasons.

@@ -84,7 +84,7 @@ def draw_checked_prompts(
     return examples, prompt_ids
 
 
-def describe_unusual_number(num_prompts: int, batch: int, step: int) -> str:
+def describe_unusual_prompt_count(num_prompts: int, batch: int, step: int) -> str:
     """A line if a step draws another number of prompts than --batch; "" if not."""
     if num_prompts == batch:
         return ""

@@ -21,7 +21,7 @@ COLUMNS = ("system", "name", "answer", "category")  # optional columns
 
 def load_harness_task(task: Task, command: str, timeout: float) -> Task:
     """
-    The task with the harness that `command` starts, and with its examples.
+    Starts the harness with `command`, and returns a task that holds the harness and its examples.
 
     timeout: the most seconds that the harness may take to list its examples.
 

@@ -44,8 +44,8 @@ def load_replies(config: Config, held_out_keys: Collection[str]) -> Replies:
     train, held_out, notes = chats.load_conversations(
         data.path, data.columns, held_out_keys, with_problems=True
     )
-    train_problems = _take_problems(train)
-    held_out_problems = _take_problems(held_out)
+    train_problems = _pop_problem_of_each_conversation(train)
+    held_out_problems = _pop_problem_of_each_conversation(held_out)
     task = None
     if held_out:
         task = _make_task(config, train_problems, held_out_problems)
@@ -53,7 +53,7 @@ def load_replies(config: Config, held_out_keys: Collection[str]) -> Replies:
     return Replies(train, held_out, task, notes)
 
 
-def _take_problems(conversations: list[Example]) -> list[Example | None]:
+def _pop_problem_of_each_conversation(conversations: list[Example]) -> list[Example | None]:
     """Removes the problem from each conversation, and returns the problems with equal columns."""
     problems: list[Example | None] = [
         conversation.pop(chats.PROBLEM) for conversation in conversations

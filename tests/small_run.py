@@ -29,6 +29,15 @@ SMALL_FLAGS = [
     "--eval-limit",
     "16",
 ]
+# The settings of a run that `Trainer.start` makes; further settings are added with |.
+SMALL_SETTINGS = {
+    "model": "demo",
+    "task": "demo",
+    "batch": 2,
+    "groups": 2,
+    "max_tokens": 4,
+    "reward_weights": {"rubric": 0},
+}
 ADVANTAGES = np.random.default_rng(3).normal(size=12)
 
 

@@ -6,21 +6,14 @@ import sys
 
 import pytest
 from conftest import ROOT, catch_message
+from small_run import SMALL_SETTINGS
 from transformers import TrainerCallback
 
 import train
 from reporting import callbacks
 from train import Trainer
 
-SMALL = dict(
-    model="demo",
-    task="demo",
-    batch=2,
-    groups=2,
-    max_tokens=4,
-    eval_limit=2,
-    reward_weights={"rubric": 0},
-)
+SMALL = SMALL_SETTINGS | {"eval_limit": 2}
 
 
 class Recorder:

@@ -7,6 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 from conftest import catch_message
+from small_run import SMALL_SETTINGS
 
 import grpo
 import report
@@ -16,15 +17,7 @@ from settings import sources
 from text import function_specs
 from train import Trainer
 
-SMALL = dict(
-    model="demo",
-    task="demo",
-    batch=2,
-    groups=2,
-    max_tokens=4,
-    eval_every=0,
-    reward_weights={"rubric": 0},
-)
+SMALL = SMALL_SETTINGS | {"eval_every": 0}
 
 
 def scaled(tokens, objective, scale=1.0, name="a"):

@@ -5,21 +5,14 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT, catch_message, read_log, run_command
+from small_run import SMALL_SETTINGS
 
 from disk import checkpoint
 from tasks import curriculum
 from tasks.draws import EpochPrompts
 from train import Trainer
 
-SMALL = dict(
-    model="demo",
-    task="demo",
-    batch=2,
-    groups=2,
-    max_tokens=4,
-    eval_every=0,
-    reward_weights={"rubric": 0},
-)
+SMALL = SMALL_SETTINGS | {"eval_every": 0}
 
 
 class Harder(EpochPrompts):

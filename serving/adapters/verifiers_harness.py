@@ -7,7 +7,7 @@ A harness for `train.py --env-server` that plays the environments of verifiers 0
 The first argument is the id of a taskset. The others are values of the environment's configuration,
 NAME=VALUE, where VALUE is a text or JSON. This script runs in the environment's own Python and
 imports nothing of Gwen. It speaks the protocol in serving/harness.py: it lists the examples, plays
-the episodes that it is asked for, and reports their token ids and rewards.
+the episodes that it is asked to play, and reports the token ids and the reward of each.
 
 Every agent plays with the harness "null" in the runtime "subprocess", unless a value says
 otherwise. Episodes with one agent and one conversation, which only grows, can be trained on.

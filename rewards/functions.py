@@ -319,9 +319,17 @@ def file_and_line_suffix(fn: Callable[..., Any]) -> str:
 
 
 def _describe_error_with_line(error: BaseException, file: str | None) -> str:
-    """A one-line description of an error, with the last line of `file` in the error's traceback."""
+    """
+    A one-line description of an error, with the last line of `file` in the error's traceback.
+
+    If another file raised the error, such as that of a library, the description has its line too.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
     if not lines:
         return format_error(error)
-    return f"{format_error(error)}, at {file}:{lines[-1]}"
+    description = f"{format_error(error)}, at {file}:{lines[-1]}"
+    last = frames[-1]
+    if last.filename != file:
+        description += f" (raised in {last.name}, at {last.filename}:{last.lineno})"
+    return description

@@ -1,5 +1,6 @@
 """A mistake in a user's function: a Python program shows one error, whose message is one line."""
 
+import json
 import subprocess
 import sys
 import traceback
@@ -62,6 +63,19 @@ def test_a_mistake_in_a_function_is_one_error_with_its_line(tmp_path, settings, 
     assert shown.count("Traceback") == 1, shown
     assert f"at {__file__}:{line}" in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def fail_in_a_library(completions, **columns):
+    return json.loads("no JSON")
+
+
+def test_a_mistake_that_a_library_notices_has_both_lines(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        Trainer.start(run_dir=str(tmp_path / "run"), **SMALL | {"reward": fail_in_a_library})
+    line = fail_in_a_library.__code__.co_firstlineno + 1
+    assert f"at {__file__}:{line} (raised in raw_decode, at {json.decoder.__file__}:" in str(
+        caught.value
+    )
 
 
 def test_a_mistake_in_a_training_step_is_one_error_with_its_line(tmp_path):

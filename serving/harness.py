@@ -6,7 +6,7 @@ own process, and asks the endpoint (serving/endpoint.py) for the model's turns. 
 line with a JSON object; Gwen writes to the harness's standard input and reads from its standard
 output:
 
-    harness: {"type": "ready", "train": [EXAMPLE, ...], "held_out": [EXAMPLE, ...]}
+    harness: {"type": "ready", "train": [EXAMPLE, ...], "held_out": [EXAMPLE, ...], ...}
     Gwen:    {"type": "policy", "url": ..., "model": ..., "tokenizer": DIRECTORY, "context": ...}
     Gwen:    {"type": "play", "episode": 7, "split": "train", "example": 3, "seed": ..., ...}
     harness: {"type": "session", "episode": 7, "session": NAME}
@@ -105,6 +105,7 @@ class Harness:
         self._num_free = threading.Semaphore(MOST_UNREAD)  # places for messages in `events`
         # the examples that the harness has listed, by split; None before its first message
         self.examples: dict[str, list[dict[str, Any]]] | None = None
+        self.most_at_once: int | None = None  # the most episodes to ask for at the same time
         self._policy: dict[str, Any] | None = (
             None  # the policy about which the harness was last told
         )

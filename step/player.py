@@ -101,9 +101,56 @@ class HarnessPlayer:
         seed: text from which the harness may seed the episodes of a group, together with the
         group's number.
 
+        The harness plays at most `harness.most_at_once` episodes at the same time.
+
         Raises ValueError if the harness has ended, or if all episodes failed.
         """
         self.harness.tell_policy(self.policy)
+        size = self.harness.most_at_once or len(samples)
+        played: list[Sample] = []
+        failures: list[str] = []
+        stats = sampler.RolloutStats(0.0, 0.0, 0)
+        for begin in range(0, len(samples), size):
+            part = samples[begin : begin + size]
+            episodes, fields, part_stats = self._play_at_once(
+                model, part, params, key=key, first_row=begin, batch_size=batch_size, seed=seed
+            )
+            stats = add_stats(stats, part_stats)
+            for sample, episode in zip(part, episodes, strict=True):
+                if not episode.error:
+                    played.append(sample_with_episode(sample, episode, fields[episode.number]))
+                elif is_evaluation:
+                    played.append(sample_without_episode(sample, params.eos_ids[0]))
+            failures += [episode.error for episode in episodes if episode.error]
+
+        if len(failures) == len(samples):
+            raise ValueError(
+                f"--env-server {self.harness.command}: all {len(samples)} episodes failed; the "
+                f"first: {failures[0]}; the output of the harness is in {self.harness.log}"
+            )
+        num_tokens = sum(len(sample.loss_positions) for sample in played)
+        speed = num_tokens / max(stats.prefill_s + stats.decode_s, 1e-9)
+        return played, stats._replace(speeds=(speed,), failures=failures)
+
+    def _play_at_once(
+        self,
+        model: gwen.Model,
+        samples: list[Sample],
+        params: sampler.SamplingParams,
+        *,
+        key: int,
+        first_row: int,
+        batch_size: memory.BatchSize,
+        seed: str,
+    ) -> tuple[list[ServedEpisode], dict[int, dict[str, Any]], sampler.RolloutStats]:
+        """
+        Plays an episode of each sample, all at the same time.
+
+        first_row: the number of the first sample's row, which determines its random numbers.
+
+        Returns the episodes, the values that the rollout gives to the samples by episode number,
+        and what sampling cost.
+        """
         episodes = ServedEpisodes(
             self.harness,
             len(samples),
@@ -112,7 +159,7 @@ class HarnessPlayer:
             vocabulary_size=self.vocabulary_size,
             timeout=self.timeout,
         )
-        fields: dict[int, dict[str, Any]] = {}  # of the samples, by episode number
+        fields: dict[int, dict[str, Any]] = {}
         stats = sampler.RolloutStats(0.0, 0.0, 0)
         try:
             for sample, episode in zip(samples, episodes.episodes, strict=True):
@@ -125,7 +172,7 @@ class HarnessPlayer:
                     params,
                     group_size=1,
                     key=key,
-                    rows=[episodes.episodes.index(episode) for episode in wave],
+                    rows=[first_row + episodes.episodes.index(episode) for episode in wave],
                     batch_size=batch_size,
                     episodes=episodes,
                 )
@@ -138,22 +185,7 @@ class HarnessPlayer:
             episodes.wait_for_results()
         finally:
             episodes.close()
-
-        played = []
-        for sample, episode in zip(samples, episodes.episodes, strict=True):
-            if not episode.error:
-                played.append(sample_with_episode(sample, episode, fields[episode.number]))
-            elif is_evaluation:
-                played.append(sample_without_episode(sample, params.eos_ids[0]))
-        failures = [episode.error for episode in episodes.episodes if episode.error]
-        if len(failures) == len(samples):
-            raise ValueError(
-                f"--env-server {self.harness.command}: all {len(samples)} episodes failed; the "
-                f"first: {failures[0]}; the output of the harness is in {self.harness.log}"
-            )
-        num_tokens = sum(len(sample.loss_positions) for sample in played)
-        speed = num_tokens / max(stats.prefill_s + stats.decode_s, 1e-9)
-        return played, stats._replace(speeds=(speed,), failures=failures)
+        return episodes.episodes, fields, stats._replace(wait_s=episodes.wait_s)
 
     def _ask_for_episode(
         self, sample: Sample, episode: ServedEpisode, params: sampler.SamplingParams, seed: str
@@ -172,13 +204,13 @@ class HarnessPlayer:
         )
 
 
-def add_stats(total: sampler.RolloutStats, wave: sampler.RolloutStats) -> sampler.RolloutStats:
+def add_stats(total: sampler.RolloutStats, part: sampler.RolloutStats) -> sampler.RolloutStats:
     """The cost of two parts of a rollout."""
     return sampler.RolloutStats(
-        prefill_s=total.prefill_s + wave.prefill_s,
-        decode_s=total.decode_s + wave.decode_s,
-        cache_bytes=max(total.cache_bytes, wave.cache_bytes),
-        wait_s=wave.wait_s,  # counted for the whole rollout
+        prefill_s=total.prefill_s + part.prefill_s,
+        decode_s=total.decode_s + part.decode_s,
+        cache_bytes=max(total.cache_bytes, part.cache_bytes),
+        wait_s=total.wait_s + part.wait_s,
     )
 
 

@@ -2,7 +2,8 @@
 The examples and the reward of a task whose episodes an outside harness plays.
 
 The harness lists its examples in its first message. An example has a `prompt`, which is a text or
-chat messages, and may have a `system` message, a `name`, an `answer` and a `category`.
+chat messages, and may have a `system` message, a `name`, an `answer` and a `category`. The message
+may also limit the number of episodes that the harness plays at the same time.
 """
 
 import json
@@ -62,6 +63,10 @@ def receive_examples(harness: Harness, timeout: float) -> dict[str, list[Example
         harness.refuse_message(
             message if isinstance(message, dict) else {}, "its first message must be `ready`"
         )
+    at_once = message.get("at_once")
+    if at_once is not None and (type(at_once) is not int or at_once < 1):
+        harness.refuse_message({"at_once": at_once}, "at_once must be a positive integer")
+    harness.most_at_once = at_once
     examples = {}
     for split in ("train", "held_out"):
         rows = message.get(split)

@@ -28,10 +28,13 @@ MAX_TURNS = 6
 OUT = os.fdopen(os.dup(1), "w")
 LOCK = threading.Lock()
 POLICY = {}
+RUNNING = set()  # the numbers of the episodes that are being played
 
 
 def send(**message):
     with LOCK:
+        if message["type"] == "result":
+            RUNNING.discard(message["episode"])
         OUT.write(json.dumps(message) + "\n")
         OUT.flush()
 
@@ -164,6 +167,8 @@ def main():
         rows[1] = json.loads(MODE.removeprefix("example"))
     if MODE == "no held-out":
         send(type="ready", train=rows, held_out=[])
+    elif MODE.startswith("at once"):
+        send(type="ready", train=rows, held_out=rows[:4], at_once=json.loads(MODE.split()[2]))
     else:
         send(type="ready", train=rows, held_out=rows[:4])
     if MODE == "flood":
@@ -177,6 +182,10 @@ def main():
             player = Player()
         if message["type"] == "play":
             num_played += 1
+            with LOCK:
+                RUNNING.add(message["episode"])
+                if MODE.startswith("at once") and len(RUNNING) > int(MODE.split()[2]):
+                    sys.exit(f"{len(RUNNING)} episodes at once")
             if MODE.startswith("dies") and num_played == int(MODE.split()[1]):
                 os._exit(3)
             if MODE == "sleeps" and num_played % 2:

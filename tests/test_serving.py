@@ -89,6 +89,16 @@ def test_episodes_of_a_harness_equal_episodes_played_inside(tmp_path, temperatur
         assert a.conversation["turns"] == b.conversation["turns"]
 
 
+def test_a_harness_may_limit_how_many_episodes_it_plays_at_once(tmp_path):
+    few, stats = play(served_run(tmp_path / "few", "at once 3"), 8, 1.0)
+    all_at_once, _ = play(served_run(tmp_path / "all"), 8, 1.0)
+    assert stats.failures == []
+    assert stats.wait_s > 0
+    for a, b in zip(few, all_at_once, strict=True):
+        assert a.response_ids == b.response_ids
+        assert np.abs(a.logprobs - b.logprobs).max() <= 1e-4
+
+
 def test_no_position_is_computed_twice(tmp_path, monkeypatch):
     """The model reads each token once; only a turn's last token may be read again."""
     run = served_run(tmp_path)
@@ -148,16 +158,16 @@ def test_rows_that_begin_again_after_memory_ran_out_repeat_the_turns_that_the_ha
 
 
 @pytest.mark.parametrize(
-    "mode, text",
+    "mode, flags, text",
     [
-        ("wrong ids", "differs at token 4"),
-        ("wrong result", "positions"),
-        ("bad reward", "'much'"),
-        ("sleeps", "--env-timeout"),
+        ("wrong ids", [], "differs at token 4"),
+        ("wrong result", [], "positions"),
+        ("bad reward", [], "'much'"),
+        ("sleeps", ["--env-timeout", "20"], "--env-timeout"),
     ],
 )
-def test_an_episode_that_fails_is_named_and_left_out(tmp_path, mode, text):
-    run = served_run(tmp_path, mode, 8, "--env-timeout", "4")
+def test_an_episode_that_fails_is_named_and_left_out(tmp_path, mode, flags, text):
+    run = served_run(tmp_path, mode, 8, *flags)
     samples, stats = play(run, 8, 0.0)
     assert len(samples) == 4
     assert len(stats.failures) == 4
@@ -267,6 +277,8 @@ def test_a_run_evaluates_its_held_out_examples_with_the_harness(tmp_path):
         ('example{"prompt": [{"role": "robot", "content": "x"}]}', [], ["example 1", "'robot'"]),
         ('example{"prompt": " "}', [], ["example 1", "empty"]),
         ('example{"prompt": "a", "answer": NaN}', [], ["example 1", "NaN"]),
+        ("at once 0", [], ["at_once", "a positive integer"]),
+        ("at once true", [], ["at_once", "a positive integer"]),
         ("no held-out", ["--eval-every", "1"], ["no held-out examples", "--eval-every 0"]),
     ],
 )

@@ -10,7 +10,10 @@ imports nothing of Gwen. It speaks the protocol in serving/harness.py: it lists 
 the episodes that it is asked to play, and reports the token ids and the reward of each.
 
 Every agent plays with the harness "null" in the runtime "subprocess", unless a value says
-otherwise. Episodes with one agent and one conversation, which only grows, can be trained on.
+otherwise. verifiers then starts a program for each episode, so --at-once limits the number of
+episodes that are played at the same time.
+
+Episodes with one agent and one conversation, which only grows, can be trained on.
 """
 
 import argparse
@@ -205,7 +208,15 @@ def main() -> None:
     parser.add_argument("values", nargs="*", metavar="NAME=VALUE", help="configuration")
     parser.add_argument("--num-train", type=int, default=256, help="number of examples to train on")
     parser.add_argument("--num-held-out", type=int, default=64, help="number of examples held out")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=4 * (os.cpu_count() or 1),
+        help="number of episodes to play at the same time (default: four per processor core)",
+    )
     args = parser.parse_args()
+    if args.at_once < 1:
+        parser.error("--at-once must be positive")
 
     environment = make_environment(args.taskset, parse_values(args.values))
     listed = list(itertools.islice(environment.taskset, args.num_held_out + args.num_train))
@@ -213,7 +224,7 @@ def main() -> None:
     if not tasks["train"]:
         sys.exit(f"the taskset has {len(listed)} examples; lower --num-held-out")
     examples = {split: list(map(describe_task, rows)) for split, rows in tasks.items()}
-    send(type="ready", **examples)
+    send(type="ready", at_once=args.at_once, **examples)
     asyncio.run(serve(environment, tasks))
 
 

@@ -206,13 +206,9 @@ def open_run(spec: RunSpec) -> GrpoRun | SftRun:
     run.dir = Path(world.compute_on_rank0(lambda: create_or_update_run_dir(run, spec)))
     run.holds_lock = True  # the lock is kept until the training loop ends
     run.open_logs_and_record_inputs()
-    only_here = functions.list_functions_of_this_program(run.config.to_flags())
+    only_here = functions.describe_functions_of_this_program(run.config.to_flags())
     if only_here:
-        print_line(
-            f"only this program can resume or evaluate the run, because only this program defines "
-            f"{', '.join(only_here)}; to allow other programs, move the functions to a file, and "
-            "import them from there"
-        )
+        print_line(only_here)
     num_trainable = sum(array.size for array in run.learner.trainable.values())
     print_line(f"run: {run.dir}, {num_trainable:,} trainable parameters")
     print_line(run.memory_line)
@@ -583,11 +579,11 @@ def _explain_how_to_continue(run: Any, error: BaseException) -> str:
 
     is_saved = bool(checkpoint.list_checkpoints(run.dir))
     flags = run.config.to_flags()
-    is_for_this_program = functions.mentions_functions_of_this_program(flags)
+    place = functions.find_place_of_functions(flags)
     parts = [f"trainer.{name}" for name in run.names_of_parts_set_in_python()]
-    if is_for_this_program or parts:
+    if place or parts:
         return correct_first + _explain_how_to_continue_in_python(
-            run, parts, smaller_flag, is_for_this_program, allows_changes=bool(allow_flag)
+            run, parts, smaller_flag, place or "Python", allows_changes=bool(allow_flag)
         )
     command = command_prefix_with_extras(flags)
     if is_saved:
@@ -601,7 +597,7 @@ def _explain_how_to_continue_in_python(
     run: Any,
     parts: list[str],
     smaller_flag: str,
-    is_for_this_program: bool,
+    place: str,
     *,
     allows_changes: bool,
 ) -> str:
@@ -610,7 +606,7 @@ def _explain_how_to_continue_in_python(
 
     parts: the attributes of the trainer that the program sets, such as "trainer.on_samples".
     smaller_flag: a flag that needs less memory, or "".
-    is_for_this_program: whether only this program has the functions that the settings name.
+    place: what can continue the run: "this process", "this program" or "Python".
     allows_changes: whether the resumed run must accept a function that has changed.
     """
     if not checkpoint.list_checkpoints(run.dir):
@@ -625,8 +621,7 @@ def _explain_how_to_continue_in_python(
         arguments.append("allow_changes=True")
     call = f"Trainer.resume({', '.join(arguments)})"
     if not parts:
-        return f"continue in this program with: {call}"
-    place = "this program" if is_for_this_program else "Python"
+        return f"continue in {place} with: {call}"
     return f"continue in {place}: call {call}, and set {' and '.join(parts)} before the first step"
 
 

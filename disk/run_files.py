@@ -338,13 +338,26 @@ def read_file_digests(run_dir: Path) -> dict[str, str]:
     The newest checkpoint has the digests of modules, and of functions in a program or notebook.
     """
     digests = dict(places.read_path_record(run_dir)["files"])
-    states = sorted((run_dir / "checkpoints").glob("step-*/state.json"))
-    if states:
-        sources = load_json_object(states[-1]).get("extra", {}).get("sources", {})
-        for name, digest in sources.items():
-            if name not in digests and (name.endswith(".py") or name.startswith("__main__:")):
-                digests[name] = digest
+    sources = _read_state_of_newest_checkpoint(run_dir).get("sources", {})
+    for name, digest in sources.items():
+        if name not in digests and (name.endswith(".py") or name.startswith("__main__:")):
+            digests[name] = digest
     return digests
+
+
+def read_parts_set_in_python(run_dir: str | Path) -> dict[str, str]:
+    """The names of the objects that only a Python program can set, by attribute of the trainer."""
+    parts: dict[str, str] = _read_state_of_newest_checkpoint(run_dir).get("program_parts", {})
+    return parts
+
+
+def _read_state_of_newest_checkpoint(run_dir: str | Path) -> dict[str, Any]:
+    """What the newest checkpoint of a run has beside its tensors; empty without a checkpoint."""
+    states = sorted(Path(run_dir, "checkpoints").glob("step-*/state.json"))
+    if not states:
+        return {}
+    state: dict[str, Any] = load_json_object(states[-1]).get("extra", {})
+    return state
 
 
 def write_settings_facts_and_code(

@@ -251,8 +251,17 @@ def shell_quoted_dir(run: History) -> str:
 
 
 def command_to_double_steps(run: History) -> str:
-    """Returns the command that resumes a run and doubles its number of steps."""
+    """
+    Returns the command that resumes a run and doubles its number of steps.
+
+    If train.py cannot load the run's functions or objects, returns an instruction for Python.
+    """
     num_steps = 2 * run.evals[-1]["step"]
+    place = functions.find_place_of_functions(run.settings)
+    parts = [f"trainer.{name}" for name in run.parts_set_in_python]
+    if place or parts:
+        call = f"in {place or 'Python'}, call Trainer.resume({str(run.dir)!r}, steps={num_steps})"
+        return f"{call} and set {' and '.join(parts)} before the first step" if parts else call
     program = command_prefix_with_extras(run.settings)
     return f"{program} --resume {shell_quoted_dir(run)} --steps {num_steps}"
 
@@ -268,10 +277,10 @@ def command_to_evaluate_before_and_after(
 
     quoted_run_dir: the run's directory, quoted for the shell.
     """
-    if functions.mentions_functions_of_this_program(settings):
+    if functions.find_place_of_functions(functions.settings_for_evaluation(settings)):
         return (
-            "move the functions that the run uses into a separate file, because evaluate.py can "
-            "load functions only from files"
+            "move the rewards, tools and environments of the run into a separate file, because "
+            "evaluate.py can load them only from files"
         )
     evaluate = f"{command_prefix_with_extras(settings, 'evaluate.py')} --run {quoted_run_dir}"
     if num_samples is not None:

@@ -84,6 +84,11 @@ class History:
         return digests
 
     @functools.cached_property
+    def parts_set_in_python(self) -> dict[str, str]:
+        """The names of the objects that only a Python program can set, by attribute."""
+        return run_files.read_parts_set_in_python(self.dir)
+
+    @functools.cached_property
     def with_comparable_evals(self) -> "History":
         """The run with only the evaluations since a resume last changed what they measure."""
         num_evals, num_answers = run_changes.num_incomparable_evaluations_and_answers(self.changes)

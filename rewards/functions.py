@@ -28,6 +28,8 @@ from text.function_specs import format_arguments, parse_arguments, split_off_arg
 T = TypeVar("T")
 # The module that stores the functions of the caller's program that have no global name, such as
 # lambdas.
+# the settings whose functions only change the training, so that evaluate.py does not load them
+TRAINING_FUNCTIONS = ("advantage", "loss_type", "optimizer")
 NAMELESS = "functions_of_a_program"
 ELSEWHERE = "the function exists only in the program that started the run"
 
@@ -227,21 +229,46 @@ def function_name_with_arguments(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", type(fn).__qualname__)
 
 
-def mentions_functions_of_this_program(settings: dict[str, Any]) -> bool:
-    """Whether any setting names a function that exists only in the program that started the run."""
+def find_place_of_functions(settings: dict[str, Any]) -> str:
+    """
+    Returns where alone the functions that the settings name exist.
+
+    The place is "this process" if one of them has no global name, "this program" if one of them is
+    defined in the program that started the run, and otherwise "".
+    """
     text = str(settings)
-    return f"{NAMELESS}:" in text or "'__main__:" in text
+    if f"{NAMELESS}:" in text:
+        return "this process"
+    return "this program" if "'__main__:" in text else ""
 
 
-def list_functions_of_this_program(settings: dict[str, Any]) -> list[str]:
-    """The names of functions in settings that exist only in the program that started the run."""
+def settings_for_evaluation(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without the functions that only change the training."""
+    return {name: value for name, value in settings.items() if name not in TRAINING_FUNCTIONS}
+
+
+def describe_functions_of_this_program(settings: dict[str, Any]) -> str:
+    """
+    A line that says why no other program can resume or evaluate the run; "" if others can.
+
+    The reason is that settings name functions that exist only in this program or process.
+    """
+    place = find_place_of_functions(settings)
+    if not place:
+        return ""
     names = []
     for value in settings.values():
         for spec in value if isinstance(value, list) else [value]:
             module, _, name = split_off_arguments(str(spec))[0].rpartition(":")
             if module in (NAMELESS, "__main__"):
                 names.append(name)
-    return list(dict.fromkeys(names))
+    listed = ", ".join(dict.fromkeys(names))
+    needs_evaluation = find_place_of_functions(settings_for_evaluation(settings))
+    actions = "resume or evaluate" if needs_evaluation else "resume"
+    return (
+        f"only {place} can {actions} the run, because only {place} defines {listed}; to allow "
+        "other programs, move the functions to the top level of a file, and import them from there"
+    )
 
 
 def file_of_spec(spec: str) -> str:

@@ -34,7 +34,7 @@ def test_the_arguments_of_a_partial_function_are_part_of_its_name():
     assert name == "scaled" and loaded.func is scaled and loaded.keywords == partial.keywords
     assert functions.file_of_spec(spec) == __file__
     assert f"{__file__}:" in functions.file_and_line_suffix(loaded)
-    assert not functions.mentions_functions_of_this_program({"loss_type": spec})
+    assert functions.find_place_of_functions({"loss_type": spec}) == ""
     positional = functools.partial(scaled, 1)
     assert functions.load_function("--x", functions.spec_of_function(positional))[1].args == (1,)
 

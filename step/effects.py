@@ -56,7 +56,7 @@ def describe_settings_without_effect(
         return []  # settings/checks.py refuses the settings that these losses cannot use
     loss = own_loss or grpo.LOSSES[config.objective.loss_type]
     are_ratios_one = has_one_update_per_rollout(config) and not may_replay
-    lines = list(_describe_unused_loss_settings(config, loss, are_ratios_one))
+    lines = list(_describe_unused_loss_settings(config, loss, are_ratios_one, may_replay))
     if are_ratios_one:
         lines += _describe_loss_with_equal_gradient(config, loss)
     lines += _describe_unused_reference(config, loss)
@@ -89,7 +89,7 @@ def describe_effects_on_replayed_samples(
 
 
 def _describe_unused_loss_settings(
-    config: Config, loss: grpo.LossFunction, are_ratios_one: bool
+    config: Config, loss: grpo.LossFunction, are_ratios_one: bool, may_replay: bool
 ) -> Iterator[str]:
     """A line for each setting in NEUTRAL that is set but does not change the gradient."""
     objective = make_objective(config)
@@ -104,6 +104,12 @@ def _describe_unused_loss_settings(
         without = objective._replace(**{name: neutral_value})
         if not have_equal_gradients(loss, objective, loss, without, tokens):
             continue
+        if may_replay and name == "importance_sampling_correction":
+            # without the correction, the old log-probabilities of replayed samples are the sampled
+            assert tokens.sampled_logprobs is not None
+            replayed = tokens._replace(old_logprobs=tokens.sampled_logprobs)
+            if not have_equal_gradients(loss, objective, loss, without, tokens, replayed):
+                continue
         setting = f"{flag_of(name)} {values[name]}"
         if have_equal_gradients(loss, objective, loss, without, tokens_of_later_updates):
             loss_type = config.objective.loss_type
@@ -214,11 +220,16 @@ def have_equal_gradients(
     other_loss: grpo.LossFunction,
     other_objective: grpo.Objective,
     tokens: grpo.Tokens,
+    other_tokens: grpo.Tokens | None = None,
 ) -> bool:
-    """Whether two losses have the same gradient on the tokens, apart from rounding."""
+    """
+    Whether two losses have the same gradient on the tokens, apart from rounding.
+
+    other_tokens: the tokens of the other loss; None for the same tokens.
+    """
     gradient = _gradient_of_logprobs(loss, objective, tokens)
     return _are_gradients_close(
-        gradient, _gradient_of_logprobs(other_loss, other_objective, tokens)
+        gradient, _gradient_of_logprobs(other_loss, other_objective, other_tokens or tokens)
     )
 
 

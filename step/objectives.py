@@ -344,13 +344,18 @@ def compute_custom_advantages(
         is_trained = np.ones(rewards.shape, bool)
         if isinstance(result, tuple) and len(result) == 2:
             chosen = np.asarray(result[1])
-            if chosen.dtype == bool and chosen.shape == rewards.shape:
+            if chosen.shape == rewards.shape and np.shape(result[0]) == rewards.shape:
                 result, is_trained = result[0], chosen
         return np.array(result, np.float32), is_trained
 
     advantages, is_trained = _compute_or_raise_with_location(
         label, function, compute_advantages_and_is_trained
     )
+    if is_trained.dtype != bool:
+        raise UserFunctionError(
+            f"{label} returned a second array of dtype {is_trained.dtype}, which must say which "
+            "completions to train; convert it with .astype(bool)"
+        )
     if advantages.shape != rewards.shape:
         raise UserFunctionError(
             f"{label} returned the shape {advantages.shape} for rewards of shape {rewards.shape}; "

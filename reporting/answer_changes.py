@@ -61,12 +61,22 @@ def last_reply_or_completion(answer: dict[str, Any]) -> str:
 
     If the last message contains only a tool call and no text, returns the completion.
     """
+    completion: str = answer["completions"][0]
+    return last_reply(answer) or completion
+
+
+def last_reply(answer: dict[str, Any]) -> str:
+    """
+    Returns the text of the model's last message in a conversation, or else the completion.
+
+    The text does not contain tool calls that could be read, so it is "" if there is nothing else.
+    """
     messages = answer.get("messages", [[]])[0]
     replies: list[str] = [
         message["content"] for message in messages if message["role"] == "assistant"
     ]
-    if replies and replies[-1]:
-        return replies[-1]
+    if replies:
+        return replies[-1] or ""
     completion: str = answer["completions"][0]
     return completion
 
@@ -82,22 +92,18 @@ def greedy_text_or_empty(answer: dict[str, Any]) -> str:
 def mean_fraction_copied_from_prompt(answers: Records) -> float:
     """Returns the fraction of an answer that is copied from its prompt, averaged over answers."""
     return statistics.fmean(
-        form.fraction_copied_from_prompt(
-            last_reply_or_completion(answer), last_user_text(answer["prompt"])
-        )
+        form.fraction_copied_from_prompt(last_reply(answer), last_user_text(answer["prompt"]))
         for answer in answers
     )
 
 
 def mean_repeated_fraction(answers: Records) -> float:
     """Returns the fraction of an answer that repeats earlier text, averaged over answers."""
-    return statistics.fmean(
-        form.repeated_4gram_fraction(last_reply_or_completion(answer)) for answer in answers
-    )
+    return statistics.fmean(form.repeated_4gram_fraction(last_reply(answer)) for answer in answers)
 
 
 def mean_num_words(answers: Records) -> float:
-    return statistics.fmean(len(last_reply_or_completion(answer).split()) for answer in answers)
+    return statistics.fmean(len(last_reply(answer).split()) for answer in answers)
 
 
 def describe_copying_and_length_changes(before: Records, after: Records) -> list[str]:
@@ -131,7 +137,7 @@ def describe_copying_and_length_changes(before: Records, after: Records) -> list
 def describe_words_used_more(
     before: Records,
     after: Records,
-    get_text: Callable[[dict[str, Any]], str] = last_reply_or_completion,
+    get_text: Callable[[dict[str, Any]], str] = last_reply,
     answers_label: str = "answers",
 ) -> list[str]:
     """

@@ -1,0 +1,132 @@
+"""
+Compares conversations that verifiers plays with the same ones played inside.
+
+    uv run train.py --model demo:tools --task calculator --steps 150 --run-dir runs/calculator
+    uv run --extra env python -m bench.taskset --run runs/calculator
+
+The taskset examples/environments/sums_taskset.py and Gwen's task `calculator` have the same prompts
+and the same tool. The model of the run answers both greedily, and the table shows how many
+conversations have the same token ids. If a call cannot be read, verifiers ends the conversation,
+but Gwen answers with an error; the two conversations are then equal as far as both go.
+"""
+
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import cpu_blas  # noqa: F401  (before mlx)
+import numpy as np
+
+from bench import harness
+from flags import Parser, exit_on_mistakes
+from machine.memory import BatchSize
+from machine.output import guard_output
+from prompts.examples import Example
+from run import GrpoRun
+from serving.harness import close_harnesses
+from step.generation import generate_completions
+from step.sample import Sample, new_samples
+from train import Trainer
+
+ROOT = Path(__file__).parent.parent
+VERIFIERS = "verifiers==0.4.0"
+SETTINGS: dict[str, Any] = {
+    "model": "demo:tools",
+    "max_tokens": 64,
+    "max_context": 256,
+    "eval_every": 0,
+}
+MOST_TURNS = 3
+
+
+def command_of_harness(num_episodes: int) -> str:
+    """The command that plays the taskset, in an environment of its own."""
+    tasksets = shlex.quote(str(ROOT / "examples" / "environments"))
+    adapter = shlex.quote(str(ROOT / "serving" / "adapters" / "verifiers_harness.py"))
+    return (
+        f"env PYTHONPATH={tasksets} uv run --no-project --with {VERIFIERS} python {adapter} "
+        f"sums_taskset agent.max_turns={MOST_TURNS} --num-train {num_episodes} --num-held-out 1"
+    )
+
+
+def play_greedily(trainer: Trainer, examples: list[Example], batch_size: int) -> list[Sample]:
+    """One conversation for each example."""
+    run = trainer.run
+    assert isinstance(run, GrpoRun)
+    player = run.player or run.toolbox
+    assert player is not None
+    prompts = [player.encode_prompt(example) for example in examples]
+    samples, stats = generate_completions(
+        run.model,
+        run.tokenizer,
+        new_samples(examples, prompts, 1),
+        run.sampling._replace(temperature=0.0),
+        key=0,
+        batch_size=BatchSize(batch_size),
+        toolbox=run.toolbox,
+        player=run.player,
+        environment_seed="bench",
+        is_evaluation=True,
+    )
+    if stats.failures:
+        print(f"{len(stats.failures)} episodes failed; the first: {stats.failures[0]}")
+    return samples
+
+
+def have_equal_beginnings(a: Sample, b: Sample) -> bool:
+    """Whether two conversations are equal as far as both go."""
+    num_both = min(len(a.response_ids), len(b.response_ids))
+    return a.prompt == b.prompt and a.response_ids[:num_both] == b.response_ids[:num_both]
+
+
+def compare(run_dir: str, num_episodes: int, batch_size: int) -> None:
+    """Plays the conversations both ways, and prints the table."""
+    settings = SETTINGS | {"init_adapter": run_dir}
+    with tempfile.TemporaryDirectory() as folder:
+        outside = Trainer.start(
+            **settings,
+            env_server=command_of_harness(num_episodes),
+            run_dir=f"{folder}/outside",
+        )
+        inside = Trainer.start(
+            **settings, task="calculator", max_turns=MOST_TURNS, run_dir=f"{folder}/inside"
+        )
+        assert outside.run.task is not None
+        examples = outside.run.task.train
+        outer = play_greedily(outside, examples, batch_size)
+        rows = [{"prompt": example["prompt"], "answer": "0"} for example in examples]
+        inner = play_greedily(inside, rows, batch_size)
+
+    equal = []
+    num_equal_beginnings = 0
+    for a, b in zip(outer, inner, strict=True):
+        num_equal_beginnings += have_equal_beginnings(a, b)
+        if a.prompt == b.prompt and a.response_ids == b.response_ids:
+            assert a.logprobs is not None and b.logprobs is not None
+            equal.append(float(np.abs(a.logprobs - b.logprobs).max()))
+    turns = [sample.conversation["turns"] for sample in inner if sample.conversation]
+    print(f"{len(inner)} conversations, {np.mean(turns):.2f} turns on average")
+    print(f"{num_equal_beginnings} equal as far as both go")
+    print(f"{len(equal)} equal as a whole; log-probabilities differ by at most {max(equal):.1e}")
+
+
+@guard_output()
+@exit_on_mistakes()
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser("bench.taskset", "Compare conversations of verifiers with the same inside.")
+    parser.add_argument("--run", required=True, help="a run of the task calculator")
+    numbers: harness.Numbers = {
+        "episodes": (200, 1, "number of conversations"),
+        "rollout_batch_size": (8, 1, "conversations that are decoded together inside"),
+    }
+    args = harness.add_number_flags_and_parse(parser, argv, numbers)
+    try:
+        compare(args.run, args.episodes, args.rollout_batch_size)
+    finally:
+        close_harnesses()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

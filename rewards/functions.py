@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from machine.output import restore_streams_after_call
 from prompts.examples import did_you_mean, format_error
 from text.function_specs import format_arguments, parse_arguments, split_off_arguments
 
@@ -308,12 +309,15 @@ def call_or_raise_with_location(label: str, fn: Callable[..., T], *args: Any) ->
     """
     Calls a user's function, and returns its result.
 
+    If the function replaced `sys.stdout` or `sys.stderr`, restores the stream.
+
     label: what the error message calls the function.
 
     Raises a one-line UserFunctionError with the file and line if the function raises an exception.
     """
     try:
-        return fn(*args)
+        with restore_streams_after_call(label):
+            return fn(*args)
     except Exception as error:
         raise UserFunctionError(f"{label} {describe_error_in_function(error, fn)}") from None
 

@@ -18,6 +18,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from config import Config, is_user_function
+from machine.output import restore_streams_after_call
 from prompts.examples import shorten_value
 from rewards.functions import describe_error_in_function, file_and_line_suffix, load_function
 
@@ -124,7 +125,8 @@ def _call_optimizer_function(
     """Calls the user's function. Raises ValueError unless it returns an optimizer."""
     label = _optimizer_label(spec, function)
     try:
-        optimizer = function(rate)
+        with restore_streams_after_call(label):
+            optimizer = function(rate)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{label} {describe_error_in_function(error, function)}") from None
     if not isinstance(optimizer, optim.Optimizer):

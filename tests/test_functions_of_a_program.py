@@ -1,5 +1,7 @@
 """What Gwen says about functions that exist only in the program or process that started a run."""
 
+import io
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,3 +91,15 @@ def test_words_in_tool_calls_do_not_count_as_words_of_answers():
     assert answer_changes.last_reply_or_completion(after[0]) == call
     signs = answer_changes.describe_words_used_more(before, after)
     assert not any("guess" in sign or "<" in sign for sign in signs)
+
+
+def test_a_hook_that_replaces_the_output_does_not_silence_gwen(capsys):
+    before = sys.stdout
+
+    def replace_output():
+        sys.stdout = io.StringIO()
+        return 3
+
+    assert functions.call_or_raise_with_location("Trainer.on_samples", replace_output) == 3
+    assert sys.stdout is before
+    assert "Trainer.on_samples replaced sys.stdout" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """
-Whatever a user gets wrong is one line on stderr that names the value, exit status 2, and nothing is lost.
+Each mistake of a user gives one line on stderr that names the value, and exit status 2; nothing is lost.
 
-The mistakes are data, in mistakes.yaml. The commands are the real ones, most of them called in this process.
+The mistakes are data, in mistakes.yaml. The commands are real, and most run in this process.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.slow
 SMALL = "--model demo --batch 2 --groups 2 --max-tokens 8 --steps 1 --eval-every 0".split()
 
 
-# ---- the files that are wrong
+# ---- files with mistakes
 
 SUMS = [{"prompt": f"What is {a} plus one?", "answer": f"{a + 1}"} for a in range(10)]
 LONG = " ".join(["seven"] * 1200)  # the demo model's context is 1,024
@@ -96,9 +96,9 @@ TEXTS = {
 }
 MISTAKES = yaml.safe_load((ROOT / "tests" / "mistakes.yaml").read_text())
 FILES = [
-    (flag_and_end, content, word)
-    for flag_and_end, rows in MISTAKES.pop("files").items()
-    for content, word in rows.items()
+    (flag_and_suffix, content, expected_text)
+    for flag_and_suffix, rows in MISTAKES.pop("files").items()
+    for content, expected_text in rows.items()
 ] + [
     ("--config .yaml", "#" * 10**6 + "\n", "file of at most 1 MB"),
     ("--config .yaml", "[" * 5000, "recursion"),
@@ -110,124 +110,140 @@ FILES = [
 def mistakes(
     tmp_path_factory: pytest.TempPathFactory, model_directory: Path, tokenizer: Any
 ) -> Path:
-    """A directory of files, models and adapters each of which has one thing wrong with it."""
-    at = tmp_path_factory.mktemp("mistakes")
+    """A directory of files, models and adapters. Each of them has one mistake."""
+    directory = tmp_path_factory.mktemp("mistakes")
     for name, text in TEXTS.items():
-        (at / name).write_text(text)
-    os.mkfifo(at / "pipe.yaml")
-    (at / "empty_directory").mkdir()
-    (at / "of_peft").mkdir()
-    (at / "of_peft" / "adapter_config.json").write_text("{}")
+        (directory / name).write_text(text)
+    os.mkfifo(directory / "pipe.yaml")
+    (directory / "empty_directory").mkdir()
+    (directory / "of_peft").mkdir()
+    (directory / "of_peft" / "adapter_config.json").write_text("{}")
 
-    def model(name: str, **changes: Any) -> Path:
-        shutil.copytree(model_directory, at / name)
-        config = json.loads((at / name / "config.json").read_text())
-        (at / name / "config.json").write_text(json.dumps(config | changes))
-        return at / name
+    def copy_model(name: str, **changes: Any) -> Path:
+        shutil.copytree(model_directory, directory / name)
+        config = json.loads((directory / name / "config.json").read_text())
+        (directory / name / "config.json").write_text(json.dumps(config | changes))
+        return directory / name
 
-    model("model")
-    model("mistral", model_type="mistral")
-    model("quantized", quantization={"bits": 4, "group_size": 64})
-    model("wide", intermediate_size=128)
-    model("deep", num_hidden_layers=3)
-    (model("not_json") / "config.json").write_text("{")
-    weights = model("truncated") / "model.safetensors"
+    copy_model("model")
+    copy_model("mistral", model_type="mistral")
+    copy_model("quantized", quantization={"bits": 4, "group_size": 64})
+    copy_model("wide", intermediate_size=128)
+    copy_model("deep", num_hidden_layers=3)
+    (copy_model("not_json") / "config.json").write_text("{")
+    weights = copy_model("truncated") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    (model("no_weights") / "model.safetensors").unlink()
-    (model("no_tokenizer") / "tokenizer.json").unlink()
-    (model("broken_tokenizer") / "tokenizer.json").write_text("{}")
-    (model("no_template") / "chat_template.jinja").unlink()
-    (model("strict_template") / "chat_template.jinja").write_text(
-        "{{ raise_exception('only haiku') }}"
-    )
-    for file in write_checkpoint(at / "shards", CONFIGS["qwen2.5"], num_shards=3).glob(
-        "*-00002-of-00003.*"
-    ):
+    (copy_model("no_weights") / "model.safetensors").unlink()
+    (copy_model("no_tokenizer") / "tokenizer.json").unlink()
+    (copy_model("broken_tokenizer") / "tokenizer.json").write_text("{}")
+    (copy_model("no_template") / "chat_template.jinja").unlink()
+    strict_template = copy_model("strict_template") / "chat_template.jinja"
+    strict_template.write_text("{{ raise_exception('only haiku') }}")
+
+    shards = write_checkpoint(directory / "shards", CONFIGS["qwen2.5"], num_shards=3)
+    for file in shards.glob("*-00002-of-00003.*"):
         file.unlink()
-    write_checkpoint(at / "small_vocabulary", QWEN3 | {"vocab_size": 64})
-    tokenizer.save_pretrained(str(at / "small_vocabulary"))
-    (at / "nameless").mkdir()
-    (at / "nameless" / "adapter_config.json").write_text("{}")
-    (at / "adapter").mkdir()
-    (at / "adapter" / "adapter_config.json").write_text(
+
+    write_checkpoint(directory / "small_vocabulary", QWEN3 | {"vocab_size": 64})
+    tokenizer.save_pretrained(str(directory / "small_vocabulary"))
+
+    (directory / "nameless").mkdir()
+    (directory / "nameless" / "adapter_config.json").write_text("{}")
+
+    (directory / "adapter").mkdir()
+    (directory / "adapter" / "adapter_config.json").write_text(
         '{"model": "demo", "lora_parameters": {"rank": 2, "scale": 1}}'
     )
-    other = {"model.layers.0.self_attn.q_proj.lora_a": mx.zeros((7, 2))}
-    other["model.layers.0.self_attn.q_proj.lora_b"] = mx.zeros((2, 9))
-    mx.save_safetensors(str(at / "adapter" / "adapters.safetensors"), other)
-    return at
+    wrong_shapes = {
+        "model.layers.0.self_attn.q_proj.lora_a": mx.zeros((7, 2)),
+        "model.layers.0.self_attn.q_proj.lora_b": mx.zeros((2, 9)),
+    }
+    mx.save_safetensors(str(directory / "adapter" / "adapters.safetensors"), wrong_shapes)
+    return directory
 
 
-# ---- mistakes before anything begins
+# ---- mistakes that a command refuses before it begins
 
 
 def read_refusal(capsys: pytest.CaptureFixture[str], program: str, flags: list[str]) -> str:
-    """The line with which a command, called in this process, refuses its flags; above it others may stand."""
+    """Runs a command in this process, which must refuse its flags. Returns the last line on stderr."""
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         importlib.import_module(program).main(flags)
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and "Traceback" not in err, err
-    return check_error_line(err.splitlines(keepends=True)[-1], "")
+    printed = capsys.readouterr().err
+    assert exit_info.value.code == 2, printed
+    assert "Traceback" not in printed, printed
+    return check_error_line(printed.splitlines(keepends=True)[-1], "")
 
 
 ROWS = [
-    (program, flags, word) for program, rows in MISTAKES.items() for flags, word in rows.items()
+    (program, flags, expected_text)
+    for program, rows in MISTAKES.items()
+    for flags, expected_text in rows.items()
 ]
 
 
 @pytest.mark.parametrize(
-    ("program", "flags", "word"), ROWS, ids=[f"{row[0]} {row[1]}" for row in ROWS]
+    ("program", "flags", "expected_text"), ROWS, ids=[f"{row[0]} {row[1]}" for row in ROWS]
 )
-def test_a_mistake_is_told_in_one_line_and_nothing_is_written(
-    mistakes, tmp_path, capsys, program, flags, word
+def test_a_wrong_flag_prints_one_line_and_writes_nothing(
+    mistakes, tmp_path, capsys, program, flags, expected_text
 ):
-    before, arguments = read_tree(mistakes), shlex.split(flags.format(at=mistakes))
-    chosen = (
-        ["--model", "demo"] if program in ("chat", "evaluate") and "--model" not in flags else []
-    )
+    files_before = read_tree(mistakes)
+    arguments = shlex.split(flags.format(at=mistakes))
+    other_arguments = []
+    if program in ("chat", "evaluate") and "--model" not in flags:
+        other_arguments = ["--model", "demo"]
     if program == "train" and not {"--config", "--resume"} & set(arguments):
-        chosen = [*SMALL, "--run-dir", str(tmp_path / "run")]
-    line = read_refusal(capsys, program, [*chosen, *arguments])
-    assert word.format(at=mistakes) in line, line
-    assert read_tree(mistakes) == before and not list(tmp_path.iterdir())
+        other_arguments = [*SMALL, "--run-dir", str(tmp_path / "run")]
+
+    line = read_refusal(capsys, program, [*other_arguments, *arguments])
+    assert expected_text.format(at=mistakes) in line, line
+    assert read_tree(mistakes) == files_before
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("flag_and_end", "content", "word"), FILES, ids=[repr(row[1][:40]) for row in FILES]
+    ("flag_and_suffix", "content", "expected_text"), FILES, ids=[repr(row[1][:40]) for row in FILES]
 )
-def test_a_mistake_in_a_file_is_told_in_one_line(tmp_path, capsys, flag_and_end, content, word):
-    flag, end = flag_and_end.split()
-    (tmp_path / f"file{end}").write_text(content, encoding="latin-1")
+def test_a_mistake_in_a_file_prints_one_line(
+    tmp_path, capsys, flag_and_suffix, content, expected_text
+):
+    flag, suffix = flag_and_suffix.split()
+    file = tmp_path / f"file{suffix}"
+    file.write_text(content, encoding="latin-1")
     small = [] if flag == "--config" else SMALL
-    line = read_refusal(
-        capsys,
-        "train",
-        [*small, flag, str(tmp_path / f"file{end}"), "--run-dir", str(tmp_path / "run")],
-    )
-    assert word in line and not (tmp_path / "run").exists(), line
+    flags = [*small, flag, str(file), "--run-dir", str(tmp_path / "run")]
+    line = read_refusal(capsys, "train", flags)
+    assert expected_text in line, line
+    assert not (tmp_path / "run").exists(), line
 
 
 FIELDS = {flag_of(key): setting.field for key, setting in SETTINGS.items()}
-BOUNDS = [
-    (flag, value)
-    for flag, field in FIELDS.items()
-    for value in {
-        int: [field.metadata.get("low", 0) - 1],
-        float: ["nan", "inf"] + ([-0.5] if "low" in field.metadata else []),
-        str: [""],
-    }.get(field.type, [])
-]
 
 
-def test_every_setting_refuses_what_is_out_of_its_range(tmp_path, capsys):
+def values_out_of_range(field: Any) -> list[Any]:
+    if field.type is int:
+        return [field.metadata.get("low", 0) - 1]
+    if field.type is float:
+        return ["nan", "inf"] + ([-0.5] if "low" in field.metadata else [])
+    if field.type is str:
+        return [""]
+    return []
+
+
+BOUNDS = [(flag, value) for flag, field in FIELDS.items() for value in values_out_of_range(field)]
+
+
+def test_every_setting_refuses_values_out_of_range(tmp_path, capsys):
     assert len(BOUNDS) > 60
     for flag, value in BOUNDS:
-        line = read_refusal(
-            capsys, "train", [*SMALL, "--run-dir", str(tmp_path / "run"), f"{flag}={value}"]
-        )
-        shown = f"{flag} is {value!r}; it must be" if value != "" else f"{flag}: '' is empty"
-        assert shown in line, line
+        flags = [*SMALL, "--run-dir", str(tmp_path / "run"), f"{flag}={value}"]
+        line = read_refusal(capsys, "train", flags)
+        expected_text = f"{flag} is {value!r}; it must be"
+        if value == "":
+            expected_text = f"{flag}: '' is empty"
+        assert expected_text in line, line
     assert not list(tmp_path.iterdir())
 
 
@@ -238,21 +254,22 @@ def test_every_setting_refuses_what_is_out_of_its_range(tmp_path, capsys):
         ("GWEN_DTYPE", ["", "int4", "float", "16"]),
     ],
 )
-def test_a_bad_value_of_an_environment_variable_is_named(
+def test_the_error_names_the_bad_value_of_an_environment_variable(
     monkeypatch, tmp_path, check_refusal, variable, values
 ):
+    allowed_values = "float16, bfloat16, float32"
+    if variable.startswith("RUBRIC"):
+        allowed_values = "from 1 to 999999999"
     for value in values:
         monkeypatch.setenv(variable, value)
         flags = [*SMALL, "--run-dir", tmp_path / "run"]
         line = check_refusal(train.main, flags, rf"\b{variable}(=| is ){value!r}")
         assert line == check_refusal(evaluate.main, ["--model", "demo", "--limit", "1"], variable)
-        assert (
-            "from 1 to 999999999" if variable.startswith("RUBRIC") else "float16, bfloat16, float32"
-        ) in line
+        assert allowed_values in line
     assert not list(tmp_path.iterdir())
 
 
-def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
+def test_an_empty_chunk_size_in_the_environment_counts_as_unset(monkeypatch):
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "")
     assert sources.read_judge_chunk_size_from_environment() == {}
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
@@ -260,67 +277,71 @@ def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
     assert rollout.parse_flags([], "bench_rollout.py", "").judge_chunk_size == 7
 
 
-# ---- in a process of its own
+# ---- a separate process
 
 
-def test_a_process_ends_with_status_2_and_one_line_or_with_0_and_none(tmp_path):
-    done = run_command(
-        "train.py", *SMALL, "--run-dir", tmp_path / "run", environment={"GWEN_DTYPE": "int4"}
-    )
-    assert done.returncode == 2 and not list(tmp_path.iterdir())
-    check_error_line(done.stderr, "GWEN_DTYPE='int4' is not one of")
-    done = run_command("train.py", *SMALL, "--run-dir", tmp_path / "run")
-    assert done.returncode == 0 and done.stdout.startswith(
-        "model: demo, as requested; task: demo\n"
-    )
-    # of a machine that is slow, and of answers that are cut off
-    assert all(line.startswith(("... ", "WARNING after step")) for line in done.stderr.splitlines())
-    assert not (tmp_path / "run" / "adapter-best").exists()  # as nothing was evaluated
+def test_a_process_exits_with_status_2_and_one_line_or_with_0_and_no_line(tmp_path):
+    flags = [*SMALL, "--run-dir", tmp_path / "run"]
+    process = run_command("train.py", *flags, environment={"GWEN_DTYPE": "int4"})
+    assert process.returncode == 2
+    assert not list(tmp_path.iterdir())
+    check_error_line(process.stderr, "GWEN_DTYPE='int4' is not one of")
+
+    process = run_command("train.py", *flags)
+    assert process.returncode == 0
+    assert process.stdout.startswith("model: demo, as requested; task: demo\n")
+    # A slow machine shows progress. Answers that are cut off give a warning.
+    allowed_lines = "... ", "WARNING after step"
+    assert all(line.startswith(allowed_lines) for line in process.stderr.splitlines())
+    # Without an evaluation there is no best adapter.
+    assert not (tmp_path / "run" / "adapter-best").exists()
 
 
-# ---- rewards that go wrong later: the run is saved as it was after its last whole step
+# ---- rewards that fail later: the run is saved as it was after the last complete step
 
 
-def test_rewards_as_large_as_are_taken_have_their_advantages_and_none_is_larger_by_its_weight(
+def test_the_largest_rewards_give_advantages_and_a_weight_cannot_exceed_the_limit(
     tmp_path, check_refusal
 ):
     (tmp_path / "mine.py").write_text(REWARDS)
     flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:largest", "--reward-weights"]
     train.main([*flags, "rubric=0", "--run-dir", str(tmp_path / "run")])
-    lines = read_log(tmp_path / "run" / "rollouts.jsonl")
-    assert [line["advantage"] for line in lines] == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2)
+    rollouts = read_log(tmp_path / "run" / "rollouts.jsonl")
+    advantages = [record["advantage"] for record in rollouts]
+    assert advantages == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2)
+
+    heavy_flags = [*flags, "rubric=0,largest=2", "--run-dir", tmp_path / "heavy"]
     pattern = r"largest times its weight 2 is 1e15 or more; .*--reward-weights; saved after step 0"
-    check_refusal(
-        train.main, [*flags, "rubric=0,largest=2", "--run-dir", tmp_path / "heavy"], pattern
-    )
+    check_refusal(train.main, heavy_flags, pattern)
 
 
-def test_a_reward_that_goes_wrong_later_loses_no_step_and_its_successor_evaluates_anew(
+def test_a_reward_that_fails_later_loses_no_step_and_the_resumed_run_evaluates_again(
     tmp_path, check_refusal
 ):
-    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file = tmp_path / "mine.py"
+    run = tmp_path / "run"
     file.write_text(
         "import os\n"
         "calls = []\n"
         "def mine(completions, **_):\n"
-        f"    calls.append(os.path.isdir({str(run)!r}))\n"  # not those of the audit
-        "    assert sum(calls) < 4\n"  # one of the first evaluation, two of steps
+        f"    calls.append(os.path.isdir({str(run)!r}))\n"  # True except in the audit
+        "    assert sum(calls) < 4\n"  # the first evaluation and two steps
         "    return [float(len(text)) for text in completions]\n"
     )
-    flags = "--steps 4 --save-every 4 --eval-every 4 --eval-limit 4 --reward-weights rubric=0 --reward".split()
-    check_refusal(
-        train.main,
-        [*SMALL, *flags, f"{file}:mine", "--run-dir", run],
-        "AssertionError.*saved after step 2",
+    flags = (
+        "--steps 4 --save-every 4 --eval-every 4 --eval-limit 4 --reward-weights rubric=0".split()
     )
+    flags = [*SMALL, *flags, "--reward", f"{file}:mine", "--run-dir", run]
+    check_refusal(train.main, flags, "AssertionError.*saved after step 2")
     assert checkpoint.load(run).step == 2
+
     file.write_text("def mine(completions, **_): return [float(len(text)) for text in completions]")
     train.main(["--resume", str(run), "--allow-changes"])
-    steps, evaluations = (
-        [line["step"] for line in read_log(run / f"{log}.jsonl")] for log in ("metrics", "eval")
-    )
-    # the reward has changed, so the resumed run evaluates before it goes on
-    assert steps == [1, 2, 3, 4] and evaluations == [0, 2, 4]
+    steps = [record["step"] for record in read_log(run / "metrics.jsonl")]
+    assert steps == [1, 2, 3, 4]
+    # The reward has changed, so the resumed run evaluates before it continues.
+    evaluated_steps = [record["step"] for record in read_log(run / "eval.jsonl")]
+    assert evaluated_steps == [0, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -354,19 +375,15 @@ def test_a_reward_that_goes_wrong_later_loses_no_step_and_its_successor_evaluate
         ),
     ],
 )
-def test_a_users_own_rewards_replace_all_of_the_tasks_and_the_verifier_evaluates(
+def test_the_rewards_of_a_user_replace_those_of_the_task_but_the_verifier_evaluates(
     mistakes, flags, weights, metric
 ):
-    """The rubric goes too, unless it is named."""
-    config, _ = resolve_settings(
-        sources.settings_from_flags(
-            parse_flags(["--model", "demo", *flags.format(at=mistakes).split()])
-        ),
-        None,
-        None,
-    )
+    """The rubric of the task is replaced too, unless the user names it."""
+    options = parse_flags(["--model", "demo", *flags.format(at=mistakes).split()])
+    config, _ = resolve_settings(sources.settings_from_flags(options), None, None)
     task = tasks.make_task(config)
-    assert (task.reward_weights, task.metric) == (weights, metric)
+    assert task.reward_weights == weights
+    assert task.metric == metric
     assert (task.rubric is not None) == ("rubric" in weights)
 
 
@@ -379,71 +396,58 @@ def run(golden, tmp_path: Path) -> Path:
     return shutil.copytree(golden("grpo"), tmp_path / "run")
 
 
-def test_a_run_directory_that_exists_is_not_touched(run, check_refusal):
-    before = read_tree(run)
-    check_refusal(
-        train.main,
-        [*SMALL, "--run-dir", run],
-        f"--run-dir {run} already exists; .* --resume {run}",
-    )
-    check_refusal(
-        train.main,
-        [*SMALL, "--run-dir", run / "config.yaml"],
-        f"--run-dir {run}/config.yaml already exists; .*another",
-    )
-    check_refusal(
-        train.main,
-        [*SMALL, "--run-dir", run / "adapter"],
-        f"--run-dir {run}/adapter already exists; .*another",
-    )
-    assert read_tree(run) == before
+def test_an_existing_run_directory_is_not_touched(run, check_refusal):
+    files_before = read_tree(run)
+    existing_paths = {
+        run: f"--resume {run}",
+        run / "config.yaml": "another",
+        run / "adapter": "another",
+    }
+    for path, advice in existing_paths.items():
+        pattern = f"--run-dir {path} already exists; .*{advice}"
+        check_refusal(train.main, [*SMALL, "--run-dir", path], pattern)
+    assert read_tree(run) == files_before
 
 
 @contextlib.contextmanager
-def limited(size: int) -> Iterator[None]:
+def limit_file_size(size: int) -> Iterator[None]:
     """Makes every file of this process stop growing at `size` bytes, as a full disk would."""
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard_limit))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
 
 
 def test_a_run_directory_belongs_to_one_run(tmp_path):
     with run_files.unlock_run_dirs_after_block():
-        made = [
+        run_dirs = [
             run_files.create_run_dir("model: demo\n", tmp_path / "demo-now", None) for _ in range(3)
         ]
-        assert [path.name for path in made] == ["demo-now", "demo-now-2", "demo-now-3"]
+        assert [path.name for path in run_dirs] == ["demo-now", "demo-now-2", "demo-now-3"]
         with pytest.raises(ValueError, match="is being used for training by process"):
-            run_files.create_run_dir("model: other\n", made[0], str(made[0]))
+            run_files.create_run_dir("model: other\n", run_dirs[0], str(run_dirs[0]))
     with (
         run_files.unlock_run_dirs_after_block(),
         pytest.raises(ValueError, match="demo-now already exists; "),
     ):
-        run_files.create_run_dir("model: other\n", made[0], str(made[0]))
-    assert (made[0] / "config.yaml").read_text() == "model: demo\n"
+        run_files.create_run_dir("model: other\n", run_dirs[0], str(run_dirs[0]))
+    assert (run_dirs[0] / "config.yaml").read_text() == "model: demo\n"
 
 
-def test_a_run_whose_settings_do_not_fit_on_the_disk_leaves_its_directory_free(
-    tmp_path, check_refusal
-):
-    with limited(100):
-        flags = [*SMALL, "--run-dir", tmp_path / "run"]
-        check_refusal(
-            train.main,
-            flags,
-            f"the run directory {tmp_path / 'run'} cannot be written .*; make room there",
-        )
-    assert read_tree(tmp_path / "run") == {str(tmp_path / "run" / "lock"): b""}
+def test_a_run_directory_stays_free_if_the_settings_do_not_fit_on_the_disk(tmp_path, check_refusal):
+    run = tmp_path / "run"
+    with limit_file_size(100):
+        pattern = f"the run directory {run} cannot be written .*; make room there"
+        check_refusal(train.main, [*SMALL, "--run-dir", run], pattern)
+    assert read_tree(run) == {str(run / "lock"): b""}
 
 
-def test_a_run_directory_that_cannot_be_made_is_named(run, check_refusal):
-    below = run / "config.yaml" / "new"
-    check_refusal(
-        train.main, [*SMALL, "--run-dir", below], f"{below} cannot be written .*; .*choose another"
-    )
+def test_the_error_names_a_run_directory_that_cannot_be_created(run, check_refusal):
+    impossible_dir = run / "config.yaml" / "new"
+    pattern = f"{impossible_dir} cannot be written .*; .*choose another"
+    check_refusal(train.main, [*SMALL, "--run-dir", impossible_dir], pattern)
 
 
 @pytest.mark.parametrize(
@@ -459,12 +463,12 @@ def test_a_run_directory_that_cannot_be_made_is_named(run, check_refusal):
     ],
 )
 def test_a_resumed_run_keeps_its_settings(run, check_refusal, flags, pattern):
-    before = read_tree(run)
+    files_before = read_tree(run)
     check_refusal(train.main, ["--resume", run, *flags.split()], pattern)
-    assert read_tree(run) == before
+    assert read_tree(run) == files_before
 
 
-def test_the_newest_run_goes_on_with_more_steps(run, tmp_path, monkeypatch, capsys):
+def test_resume_continues_the_newest_run_with_more_steps(run, tmp_path, monkeypatch, capsys):
     shutil.copytree(run, tmp_path / "runs" / "newest")
     monkeypatch.chdir(tmp_path)
     settings = Path("runs/newest/config.yaml")
@@ -472,9 +476,9 @@ def test_the_newest_run_goes_on_with_more_steps(run, tmp_path, monkeypatch, caps
     settings.write_text(text.replace("steps: 3", "steps: many", 1))
     with pytest.raises(SystemExit):
         train.main(["--resume"])
-    assert capsys.readouterr().err.endswith(
-        "\nerror: --steps is 'many'; it must be a whole number\n"
-    )
+    expected_end = "\nerror: --steps is 'many'; it must be a whole number\n"
+    assert capsys.readouterr().err.endswith(expected_end)
+
     settings.write_text(text)
     train.main(["--resume", "--steps", "4"])
     assert "step 4/4" in capsys.readouterr().out
@@ -502,105 +506,103 @@ def test_the_newest_run_goes_on_with_more_steps(run, tmp_path, monkeypatch, caps
         ("batch: 2", "batch: [", "config.yaml is not valid YAML, line"),
     ],
 )
-def test_a_run_whose_settings_were_changed_by_hand_is_refused_and_kept(
+def test_a_run_with_settings_edited_by_hand_is_refused_and_unchanged(
     run, check_refusal, old, new, pattern
 ):
     text = (run / "config.yaml").read_text()
     assert old in text
     (run / "config.yaml").write_text(text.replace(old, new))
-    before = read_tree(run)
+    files_before = read_tree(run)
     check_refusal(train.main, ["--resume", run, "--steps", "4"], pattern)
-    assert read_tree(run) == before
+    assert read_tree(run) == files_before
 
 
-def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_where(
+def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_names_it(
     run, check_refusal, capsys
 ):
-    before = read_tree(run / "checkpoints")
-    with limited(200_000):
+    checkpoints_before = read_tree(run / "checkpoints")
+    with limit_file_size(200_000):
         pattern = "step-000004.partial/adapter/adapters.safetensors cannot be written: "
         line = check_refusal(train.main, ["--resume", run, "--steps", "4"], pattern)
     assert (
         f"step-000003 is intact, free some space and continue with: uv run train.py --resume {run}\n"
         in line
     )
-    assert read_tree(run / "checkpoints") == before
+    assert read_tree(run / "checkpoints") == checkpoints_before
     assert gwen.load("demo", adapter=run / "adapter")
+
     train.main(["--resume", str(run)])
-    out = capsys.readouterr().out
-    assert "step 4/4" in out and "step 3/4" not in out
-    last = run / "checkpoints" / "step-000004" / "adapter" / "adapters.safetensors"
-    assert (run / "adapter" / "adapters.safetensors").read_bytes() == last.read_bytes()
+    output = capsys.readouterr().out
+    assert "step 4/4" in output
+    assert "step 3/4" not in output
+    last_adapter = run / "checkpoints" / "step-000004" / "adapter"
+    last_weights = (last_adapter / "adapters.safetensors").read_bytes()
+    assert (run / "adapter" / "adapters.safetensors").read_bytes() == last_weights
 
 
 @pytest.mark.parametrize("size", [100, 4000])
-def test_a_disk_that_fills_at_any_other_moment_leaves_the_run_as_it_was(run, capsys, size):
-    """At 100 bytes not even the settings can be written again, at 4,000 neither a log nor the page."""
-    before = read_tree(run)
-    with limited(size), pytest.raises(SystemExit) as ended:
+def test_a_disk_that_fills_at_another_moment_leaves_the_run_unchanged(run, capsys, size):
+    """With 100 bytes the settings cannot be written; with 4,000 the logs and the page cannot."""
+    files_before = read_tree(run)
+    with limit_file_size(size), pytest.raises(SystemExit) as exit_info:
         train.main(["--resume", str(run), "--steps", "5"])
     *notes, line = capsys.readouterr().err.splitlines(keepends=True)
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     check_error_line(line, str(run))
     assert all(note.startswith("WARNING: the run's page") for note in notes)
-    after = read_tree(run)
+
+    files_after = read_tree(run)
     changes = str(run / "changes.jsonl")  # a resume records that --steps has changed
-    # other tests of this process may have imported code that the run had not recorded
-    names = {name for name in after if "/code/" not in name}
-    assert names - {changes} == {name for name in before if "/code/" not in name} - {changes}
-    assert all(
-        after[name] == before[name] for name in before if "checkpoints" in name or "adapter" in name
-    )
+
+    # Other tests of this process may have imported code that the run had not recorded.
+    def names_without_code(files):
+        return {name for name in files if "/code/" not in name}
+
+    assert names_without_code(files_after) - {changes} == names_without_code(files_before) - {
+        changes
+    }
+    for name, content in files_before.items():
+        if "checkpoints" in name or "adapter" in name:
+            assert files_after[name] == content, name
     assert yaml.safe_load((run / "config.yaml").read_text())["steps"] in (3, 5)
+
     train.main(["--resume", str(run), "--steps", "4"])
 
 
-def test_a_disk_that_fills_while_a_model_is_merged_leaves_no_half_of_it(
-    golden, tmp_path, check_refusal
-):
-    flags = [
-        "--fuse",
-        "--model",
-        "demo",
-        "--adapter",
-        golden("grpo") / "adapter",
-        "--out",
-        tmp_path / "merged",
-    ]
-    with limited(100_000):
+def test_a_disk_that_fills_during_a_merge_leaves_no_partial_model(golden, tmp_path, check_refusal):
+    flags = "--fuse --model demo --adapter".split()
+    flags += [golden("grpo") / "adapter", "--out", tmp_path / "merged"]
+    with limit_file_size(100_000):
         check_refusal(export.main, flags, f"--out {tmp_path / 'merged'} cannot be written: ")
     assert not list(tmp_path.iterdir())
     export.main([str(flag) for flag in flags])
     assert gwen.load(tmp_path / "merged")
 
 
-# ---- what a terminal would obey, and what takes for ever
+# ---- control characters, and values that would take too long
 
 
 @pytest.mark.parametrize(
     "character",
     ["\x00", "\x07", "\r", "\x1b", "\x7f", "\x9b", "\u202e", "\u2028", "\ufeff", "\udcff"],
 )
-def test_control_characters_are_shown_as_such_wherever_a_line_is_printed(capsys, character):
+def test_a_printed_line_shows_control_characters_by_their_code(capsys, character):
     text = f"a{character}[2Jb"
-    shown = f"a\u27e8U+{ord(character):04X}\u27e9[2Jb\n"
+    expected_line = f"a\u27e8U+{ord(character):04X}\u27e9[2Jb\n"
     with pytest.raises(SystemExit):
         exit_with_error(text)
     console.print_line(text)
     console.print_line_to_stderr(text)
-    assert capsys.readouterr() == (shown, f"error: {shown}{shown}")
+    assert capsys.readouterr() == (expected_line, f"error: {expected_line}{expected_line}")
 
 
-def test_a_line_is_cut_where_a_value_has_no_end(check_refusal):
-    line = check_refusal(
-        train.main,
-        ["--model", "demo", "--task", "x" * 10**6],
-        "--task is 'x{500,}.* \u2026 .*rg:NAME$",
-    )
+def test_an_error_line_cuts_a_very_long_value(check_refusal):
+    flags = ["--model", "demo", "--task", "x" * 10**6]
+    line = check_refusal(train.main, flags, "--task is 'x{500,}.* \u2026 .*rg:NAME$")
     assert len(line) < 900
 
 
-def test_a_million_completions_are_refused_and_as_many_as_are_taken_planned_at_once(
+def test_too_many_completions_are_refused_and_the_most_allowed_are_planned_quickly(
     capsys, check_refusal
 ):
     check_refusal(
@@ -610,10 +612,11 @@ def test_a_million_completions_are_refused_and_as_many_as_are_taken_planned_at_o
     )
     begin = time.process_time()
     preflight.main(["--model", "demo", "--groups", "65536", "--batch", "1"])
-    assert time.process_time() - begin < 5 and "memory: " in capsys.readouterr().out
+    assert time.process_time() - begin < 5
+    assert "memory: " in capsys.readouterr().out
 
 
-def test_a_list_of_runs_names_the_damaged_ones_and_shows_the_others(golden, tmp_path, capsys):
+def test_a_list_of_runs_names_damaged_runs_and_shows_the_others(golden, tmp_path, capsys):
     for name in "abcdefg":
         shutil.copytree(
             golden("grpo"),
@@ -626,13 +629,17 @@ def test_a_list_of_runs_names_the_damaged_ones_and_shows_the_others(golden, tmp_
     (tmp_path / "e" / "env.json").write_bytes(b"\xff")
     (tmp_path / "g" / "env.json").write_text("[1]")
     (tmp_path / "f" / "warnings.jsonl").write_text('{"step": 1, "step": 2}\n')
+
     report.main(["--list", str(tmp_path)])
-    head, _, good, *damaged = capsys.readouterr().out.splitlines()
-    assert head.startswith("run ") and good.startswith(f"{tmp_path / 'a'} ") and "3 of 3" in good
-    assert sorted(re.findall(rf"{tmp_path}/(.)", "\n".join(damaged))) == list("bcdefg"), damaged
+    head, _, good_line, *damaged_lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("run ")
+    assert good_line.startswith(f"{tmp_path / 'a'} ")
+    assert "3 of 3" in good_line
+    damaged_names = re.findall(rf"{tmp_path}/(.)", "\n".join(damaged_lines))
+    assert sorted(damaged_names) == list("bcdefg"), damaged_lines
 
 
-def test_a_page_is_written_in_place_of_nothing_but_a_file(run, mistakes, check_refusal):
+def test_a_page_replaces_only_a_regular_file(run, mistakes, check_refusal):
     for path in (mistakes, mistakes / "pipe.yaml"):
         check_refusal(report.main, [run, "--out", path], "is not a regular file")
     assert stat.S_ISFIFO(os.stat(mistakes / "pipe.yaml").st_mode)

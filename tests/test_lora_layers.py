@@ -1,4 +1,4 @@
-"""--lora-layers: adapters on the upper layers only; the backward pass ends at the lowest one."""
+"""--lora-layers: only the upper layers have adapters, and the backward pass ends at the lowest of them."""
 
 import json
 
@@ -30,15 +30,17 @@ def adapt_upper_layers(directory, num_layers=1):
 def test_only_the_upper_layers_have_adapters(tiny_model):
     model = adapt_upper_layers(tiny_model)
     last = len(model.layers) - 1
-    layers = {lora.layer_index(name) for name, _ in lora.adapted_layers(model)}
-    assert layers == {last} and last > 0
+    assert last > 0
+    assert {lora.layer_index(name) for name, _ in lora.adapted_layers(model)} == {last}
     assert model.first_trained_layer == last
 
 
 def test_more_layers_than_the_model_has_are_refused(tiny_model):
     model = gwen.load_model(tiny_model)
     message = catch_message(lambda: lora.apply(model, 4, 2.0, num_layers=99))
-    assert "--lora-layers" in message and "99" in message and str(len(model.layers)) in message
+    assert "--lora-layers" in message
+    assert "99" in message
+    assert str(len(model.layers)) in message
 
 
 @pytest.mark.parametrize("checkpoint_layers", [0, 1])
@@ -51,19 +53,21 @@ def test_the_gradient_equals_the_upper_part_of_the_gradient_of_all_adapters(
 
         return dict(tree_flatten(nn.value_and_grad(model, loss)(model)[1]))
 
-    upper = adapt_upper_layers(tiny_model)
-    everywhere = gwen.load_model(tiny_model)
-    lora.apply(everywhere, 4, 3.0)
-    matrices = dict(lora.adapted_layers(upper))
-    for name, layer in lora.adapted_layers(everywhere):
-        if name in matrices:
-            layer.lora_a, layer.lora_b = matrices[name].lora_a, matrices[name].lora_b
-    expected = gradient(everywhere)
-    for name, array in gradient(upper).items():
+    upper_model = adapt_upper_layers(tiny_model)
+    full_model = gwen.load_model(tiny_model)
+    lora.apply(full_model, 4, 3.0)
+    upper_layers = dict(lora.adapted_layers(upper_model))
+    for name, layer in lora.adapted_layers(full_model):
+        if name in upper_layers:
+            layer.lora_a = upper_layers[name].lora_a
+            layer.lora_b = upper_layers[name].lora_b
+
+    expected = gradient(full_model)
+    for name, array in gradient(upper_model).items():
         np.testing.assert_allclose(np.array(array), np.array(expected[name]), rtol=1e-5, atol=1e-6)
 
 
-def test_the_layers_below_keep_nothing_for_the_backward_pass(checkpoints):
+def test_the_layers_below_store_nothing_for_the_backward_pass(checkpoints):
     """The peak of a gradient with one adapted layer of many stays far below that of all layers."""
     config = gwen.make_random_model("random:2m").config
     peaks = {}
@@ -72,11 +76,11 @@ def test_the_layers_below_keep_nothing_for_the_backward_pass(checkpoints):
         model = gwen.make_random_model("random:2m")
         lora.apply(model, 4, 2.0, num_layers=num_layers)
         mx.eval(model.parameters())
-        before = mx.get_active_memory()
+        bytes_before = mx.get_active_memory()
         mx.reset_peak_memory()
         loss_and_grad = nn.value_and_grad(model, lambda model: model.hidden(tokens).sum())
         mx.eval(loss_and_grad(model))
-        peaks[num_layers] = mx.get_peak_memory() - before
+        peaks[num_layers] = mx.get_peak_memory() - bytes_before
     assert peaks[1] < 0.7 * peaks[config.num_hidden_layers]
 
 
@@ -85,39 +89,44 @@ def test_mlx_lm_loads_the_adapter_and_gives_the_same_logits(tiny_model, tmp_path
     lora.save_adapter_or_full_weights(model, tmp_path, "tiny")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["num_layers"] == 1
-    peer, _ = mlx_lm_load_model(tiny_model)
-    load_adapters(peer, str(tmp_path))
+
+    mlx_lm_model, _ = mlx_lm_load_model(tiny_model)
+    load_adapters(mlx_lm_model, str(tmp_path))
     np.testing.assert_allclose(
-        np.array(peer(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4
+        np.array(mlx_lm_model(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4
     )
 
 
-def test_the_adapter_is_merged_attached_and_continued(tiny_model, tmp_path):
+def test_the_adapter_can_be_merged_attached_and_trained_further(tiny_model, tmp_path):
     model = adapt_upper_layers(tiny_model)
     lora.save_adapter_or_full_weights(model, tmp_path, "tiny")
-    merged = gwen.load_model(tiny_model, adapter=tmp_path)
+    merged_model = gwen.load_model(tiny_model, adapter=tmp_path)
     np.testing.assert_allclose(
-        np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4
+        np.array(merged_model(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4
     )
-    attached = gwen.load_model(tiny_model)
-    lora.attach_saved_adapter(attached, tmp_path)
-    assert mx.array_equal(attached(TOKENS), model(TOKENS))
+
+    attached_model = gwen.load_model(tiny_model)
+    lora.attach_saved_adapter(attached_model, tmp_path)
+    assert mx.array_equal(attached_model(TOKENS), model(TOKENS))
 
     scale, matrices = lora.read_adapter_for_model(gwen.load_model(tiny_model), tmp_path)
-    continued = gwen.load_model(tiny_model)
-    lora.apply(continued, 4, 3.0, num_layers=1)
-    lora.initialize_adapters(continued, scale, matrices)
-    assert mx.array_equal(continued(TOKENS), model(TOKENS))
+    continued_model = gwen.load_model(tiny_model)
+    lora.apply(continued_model, 4, 3.0, num_layers=1)
+    lora.initialize_adapters(continued_model, scale, matrices)
+    assert mx.array_equal(continued_model(TOKENS), model(TOKENS))
 
 
-def test_an_initial_adapter_that_reaches_further_down_names_the_flag(tiny_model, tmp_path):
+def test_an_initial_adapter_with_more_layers_is_refused_with_the_name_of_the_flag(
+    tiny_model, tmp_path
+):
     model = adapt_upper_layers(tiny_model, num_layers=2)
     lora.save_adapter_or_full_weights(model, tmp_path, "tiny")
     scale, matrices = lora.read_adapter_for_model(gwen.load_model(tiny_model), tmp_path)
-    upper = gwen.load_model(tiny_model)
-    lora.apply(upper, 4, 3.0, num_layers=1)
-    message = catch_message(lambda: lora.initialize_adapters(upper, scale, matrices))
-    assert "--lora-layers" in message and "2" in message
+    one_layer_model = gwen.load_model(tiny_model)
+    lora.apply(one_layer_model, 4, 3.0, num_layers=1)
+    message = catch_message(lambda: lora.initialize_adapters(one_layer_model, scale, matrices))
+    assert "--lora-layers" in message
+    assert "2" in message
 
 
 @pytest.mark.slow
@@ -125,8 +134,12 @@ def test_an_initial_adapter_that_reaches_further_down_names_the_flag(tiny_model,
 def test_a_run_with_adapters_on_one_layer_changes_only_that_layer(tmp_path, checkpoint_layers):
     run = make_run(tmp_path, "--lora-layers", "1", "--checkpoint-layers", checkpoint_layers)
     assert run.sizes.checkpoint_layers == (1 if checkpoint_layers == "on" else 0)
-    before = dict(run.learner.trainable)
-    update_once(run)
+    weights_before = dict(run.learner.trainable)
     last = len(run.model.layers) - 1
-    assert {lora.layer_index(name) for name in before} == {last}
-    assert any(not mx.array_equal(before[name], run.learner.trainable[name]) for name in before)
+    assert {lora.layer_index(name) for name in weights_before} == {last}
+
+    update_once(run)
+    weights_after = run.learner.trainable
+    assert any(
+        not mx.array_equal(weights_before[name], weights_after[name]) for name in weights_before
+    )

@@ -1,4 +1,4 @@
-"""The episodes of an outside harness, with messages and requests in every order."""
+"""The episodes of an outside harness: messages and requests arrive in any order."""
 
 import collections
 import json
@@ -18,8 +18,8 @@ END = 9
 CONTEXT = 50
 
 
-class Pending(PendingRequest):
-    """A request whose reply is kept."""
+class RecordingRequest(PendingRequest):
+    """A request that records its reply."""
 
     def __init__(self, body, session):
         self.request = parse_generate_request(body, session)
@@ -29,7 +29,8 @@ class Pending(PendingRequest):
 
     def _set_reply(self, status, body):
         assert self.status is None, "a request has two replies"
-        self.status, self.body = status, body
+        self.status = status
+        self.body = body
 
     @property
     def error(self):
@@ -71,7 +72,7 @@ class FakeHarness:
         )
 
     def ask(self, session, ids, **params):
-        pending = Pending({"token_ids": ids, "sampling_params": params}, session)
+        pending = RecordingRequest({"token_ids": ids, "sampling_params": params}, session)
         self.queue.append(pending)
         return pending
 
@@ -93,7 +94,7 @@ def make_episodes(num=1, timeout=60.0, harness=None):
 
 
 def begin_wave(num=1):
-    """Episodes that have all asked for their first turn, and the open requests."""
+    """Begins episodes, each of which has requested its first turn. Returns the open requests too."""
     harness, episodes = make_episodes(num)
     requests = []
     for number in range(1, num + 1):
@@ -111,23 +112,23 @@ def end_turn(episodes, row, ids):
 # ---- races
 
 
-def test_a_request_may_come_before_the_message_with_its_session():
+def test_a_request_may_arrive_before_the_message_with_the_session():
     harness, episodes = make_episodes()
     harness.ask("s1", [1, 2])
     harness.announce(1)
     assert [episode.prompt for episode in episodes.gather_wave()] == [[1, 2]]
 
 
-def test_a_request_that_repeats_gets_the_same_turn():
-    harness, episodes, [first] = begin_wave()
+def test_a_repeated_request_gets_the_same_turn():
+    harness, episodes, [first_request] = begin_wave()
     end_turn(episodes, 0, [5, END])
-    again = harness.ask("s1", [1, 2])
+    repeated_request = harness.ask("s1", [1, 2])
     assert episodes.take_replies(wait=False) == {}
-    assert again.status == 200
-    assert again.body == first.body
+    assert repeated_request.status == 200
+    assert repeated_request.body == first_request.body
 
 
-def test_a_result_that_was_sent_before_the_reply_was_read_fails():
+def test_a_result_without_the_tokens_of_the_last_reply_fails_the_episode():
     harness, episodes, _ = begin_wave()
     end_turn(episodes, 0, [5, END])
     harness.report(1, [1, 2], [])
@@ -135,14 +136,14 @@ def test_a_result_that_was_sent_before_the_reply_was_read_fails():
     assert "token ids" in episodes.episodes[0].error
 
 
-def test_a_result_while_a_request_is_open_drops_the_request():
+def test_a_result_during_an_open_request_ends_the_request():
     harness, episodes, _ = begin_wave()
     end_turn(episodes, 0, [5, END])
-    second = harness.ask("s1", [1, 2, 5, END, 3])
+    second_request = harness.ask("s1", [1, 2, 5, END, 3])
     assert episodes.take_replies(wait=False) == {0: [3]}
     harness.report(1, [1, 2, 5, END], [2, 3])
     assert episodes.take_replies(wait=False) == {0: "stop"}
-    assert second.status == 409
+    assert second_request.status == 409
     assert episodes.episodes[0].outcome.reward == 1.0
 
 
@@ -159,21 +160,21 @@ def test_a_session_belongs_to_one_episode():
     harness.announce(1, "same")
     harness.announce(2, "same")
     harness.ask("same", [1, 2])
-    [first] = episodes.gather_wave()
-    assert first.number == 1
+    [episode] = episodes.gather_wave()
+    assert episode.number == 1
     assert "episode 1 has the same session" in episodes.episodes[1].error
 
 
-def test_a_request_of_an_episode_that_has_failed_gets_a_reply_at_once():
+def test_a_request_of_a_failed_episode_gets_an_error_at_once():
     harness, episodes, _ = begin_wave()
     episodes._fail(episodes.episodes[0], "a test")
-    late = harness.ask("s1", [1, 2])
+    late_request = harness.ask("s1", [1, 2])
     episodes.take_replies(wait=False)
-    assert late.status == 400
-    assert "a test" in late.error
+    assert late_request.status == 400
+    assert "a test" in late_request.error
 
 
-def test_a_request_gets_a_reply_if_its_episode_failed_before_the_session_was_announced():
+def test_a_request_gets_an_error_if_the_episode_failed_before_its_session_was_announced():
     harness, episodes = make_episodes()
     pending = harness.ask("s1", [1, 2])
     harness.report(1, [], [], error="a test")
@@ -195,26 +196,26 @@ def test_a_result_of_an_earlier_rollout_is_ignored():
     assert not episode.error
 
 
-def test_a_client_that_gives_up_an_open_request_fails_its_episode():
-    harness, episodes, [first] = begin_wave()
-    harness.cancel(first)
-    again = harness.ask("s1", [1, 2])
+def test_a_client_that_cancels_an_open_request_fails_the_episode():
+    harness, episodes, [first_request] = begin_wave()
+    harness.cancel(first_request)
+    repeated_request = harness.ask("s1", [1, 2])
     assert episodes.take_replies(wait=False) == {0: "stop"}
-    assert again.status == 400
-    assert "closed the connection" in again.error
+    assert repeated_request.status == 400
+    assert "closed the connection" in repeated_request.error
 
 
-def test_a_client_that_closes_after_the_reply_may_ask_again():
-    harness, episodes, [first] = begin_wave()
+def test_a_client_that_closes_after_the_reply_may_repeat_the_request():
+    harness, episodes, [first_request] = begin_wave()
     end_turn(episodes, 0, [5, END])
-    harness.cancel(first)
-    again = harness.ask("s1", [1, 2])
+    harness.cancel(first_request)
+    repeated_request = harness.ask("s1", [1, 2])
     episodes.take_replies(wait=False)
-    assert again.status == 200
+    assert repeated_request.status == 200
     assert not episodes.episodes[0].error
 
 
-def test_requests_without_a_session_are_bounded_and_may_try_again():
+def test_the_number_of_waiting_requests_without_a_session_is_bounded():
     harness, episodes = make_episodes(1)
     requests = [harness.ask(f"unknown {number}", [1]) for number in range(5)]
     for _ in requests:
@@ -225,7 +226,7 @@ def test_requests_without_a_session_are_bounded_and_may_try_again():
 
 
 @pytest.mark.parametrize(
-    "ids, text",
+    "ids, expected_text",
     [
         ([1, 2, 5, END], "adds no token"),
         ([1, 2, 5, END, 10], "not below 10"),
@@ -235,18 +236,18 @@ def test_requests_without_a_session_are_bounded_and_may_try_again():
         ([1, 2, 5, END] + [3] * CONTEXT, "maximum context length"),
     ],
 )
-def test_a_request_that_does_not_continue_the_conversation_is_refused(ids, text):
+def test_a_request_that_does_not_continue_the_conversation_is_refused(ids, expected_text):
     harness, episodes, _ = begin_wave()
     end_turn(episodes, 0, [5, END])
-    second = harness.ask("s1", ids)
+    second_request = harness.ask("s1", ids)
     assert episodes.take_replies(wait=False) == {}
-    assert second.status == 400
-    assert text in second.error
+    assert second_request.status == 400
+    assert expected_text in second_request.error
     assert not episodes.episodes[0].is_over
 
 
 @pytest.mark.parametrize(
-    "fields, text",
+    "fields, expected_text",
     [
         ({"reward": float("nan")}, "nan"),
         ({"reward": float("inf")}, "inf"),
@@ -265,12 +266,12 @@ def test_a_request_that_does_not_continue_the_conversation_is_refused(ids, text)
         ({"error": ["a", {"b": "c"}]}, "a"),
     ],
 )
-def test_a_wrong_result_fails_its_episode_alone(fields, text):
+def test_an_invalid_result_fails_the_episode(fields, expected_text):
     harness, episodes, _ = begin_wave()
     end_turn(episodes, 0, [5, END])
     harness.report(1, [1, 2, 5, END], [2, 3], **fields)
     assert episodes.take_replies(wait=False) == {0: "stop"}
-    assert text in episodes.episodes[0].error
+    assert expected_text in episodes.episodes[0].error
 
 
 def test_texts_of_a_harness_can_be_written_to_a_file():
@@ -289,11 +290,11 @@ def test_an_error_of_a_harness_is_one_line():
 @pytest.mark.parametrize(
     "line", [b"\xff{}", b"[1]", b"3", b"{}", b'{"type": 1}', b"[" * 100_000, b"9" * 5000, b"\n"]
 )
-def test_a_line_that_is_not_a_message_is_noticed(line):
+def test_a_line_that_is_not_a_message_gives_none(line):
     assert parse_message(line) is None
 
 
-def test_a_result_that_waits_to_be_read_is_a_sign_of_life():
+def test_an_unread_result_prevents_a_timeout():
     harness, episodes, _ = begin_wave(2)
     for row in range(2):
         end_turn(episodes, row, [5, END])
@@ -308,7 +309,7 @@ def test_a_result_that_waits_to_be_read_is_a_sign_of_life():
 # ---- rows that begin again after memory ran out
 
 
-def test_a_row_that_begins_again_has_the_limit_of_its_first_request():
+def test_a_row_that_begins_again_has_the_token_limit_of_the_first_request():
     harness, episodes = make_episodes()
     harness.announce(1)
     harness.ask("s1", [1, 2], max_tokens=4)
@@ -322,7 +323,7 @@ def test_a_row_that_begins_again_has_the_limit_of_its_first_request():
     assert episodes.turn_limit(0) == 4
 
 
-def test_a_result_that_arrives_while_a_row_repeats_its_turns_ends_it_after_them():
+def test_a_result_ends_a_row_only_after_the_row_has_repeated_all_turns():
     harness, episodes, _ = begin_wave()
     end_turn(episodes, 0, [5, END])
     harness.ask("s1", [1, 2, 5, END, 3])
@@ -338,7 +339,7 @@ def test_a_result_that_arrives_while_a_row_repeats_its_turns_ends_it_after_them(
     assert episodes.episodes[0].outcome
 
 
-def test_a_row_that_waits_for_a_later_batch_gets_no_reply_meanwhile():
+def test_a_row_that_waits_for_a_later_batch_gets_no_reply():
     harness, episodes, _ = begin_wave(2)
     for row in range(2):
         end_turn(episodes, row, [5, END])
@@ -353,7 +354,7 @@ def test_a_row_that_waits_for_a_later_batch_gets_no_reply_meanwhile():
     assert episodes.take_replies(wait=False) == {1: [4]}
 
 
-def test_a_row_that_repeats_a_turn_differently_fails():
+def test_a_row_that_repeats_a_turn_with_other_ids_fails():
     _, episodes, _ = begin_wave()
     end_turn(episodes, 0, [5, END])
     episodes.begin([0])

@@ -48,7 +48,7 @@ def test_a_reply_equals_greedy_decoding_of_the_complete_conversation_without_a_c
     end_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = chat_template.encode_chat(tokenizer, "one <|im_end|>", system="Be brief.")
     for number, line in enumerate(("one <|im_end|>", "two", "what is three?")):
-        # The model's own turn stays as sampled. The template's next words follow its end token.
+        # The turn of the model stays as sampled. The template continues after the end token.
         if number:
             if ids[-1] != end_id:
                 ids.append(end_id)

@@ -34,7 +34,7 @@ class FakeJudge(Grader):
     The first criterion cannot score a completion that contains "?".
     """
 
-    def __init__(self, name="made"):
+    def __init__(self, name="fake"):
         super().__init__(RUBRIC)
         self.mode = "logits"
         self.name = name

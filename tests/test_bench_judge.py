@@ -1,4 +1,4 @@
-"""The judging benchmark: the same work for all, counted rightly, and engines that agree."""
+"""The judging benchmark: all engines get the same work, the counts are right, and replies agree."""
 
 import argparse
 
@@ -18,62 +18,65 @@ SETTINGS = {"batch": 2, "groups": 3, "prompt_tokens": 40, "max_tokens": 30, "war
 ARGS = argparse.Namespace(**SETTINGS, judge_runs=1, judge_chunk_size=24)
 
 
-def test_the_work_is_distinct_texts_of_the_length_asked_for_as_the_judge_puts_them():
+def test_the_work_has_distinct_texts_of_the_requested_lengths_in_prompts_of_the_judge():
     rubric, pairs, work = judging.make_judging_work(ARGS, DEMO)
-    assert {(len(prompt.split()), len(text.split())) for prompt, text in pairs} == {(40, 30)}
-    assert [len(set(texts)) for texts in zip(*pairs, strict=True)] == [2, 6]
-    builder = judge_prompts.JudgePromptEncoder(DEMO, rubric)
-    assert (
-        work.prompt_ids_by_row
-        == [ids for pair in pairs for ids in make_whole_prompts(builder, *pair)]
-        and len(work.prompt_ids_by_row) == 18
-    )
+    lengths = {(len(prompt.split()), len(completion.split())) for prompt, completion in pairs}
+    assert lengths == {(40, 30)}
+    prompts, completions = zip(*pairs, strict=True)
+    assert len(set(prompts)) == 2
+    assert len(set(completions)) == 6
+
+    encoder = judge_prompts.JudgePromptEncoder(DEMO, rubric)
+    expected_ids = [ids for pair in pairs for ids in make_whole_prompts(encoder, *pair)]
+    assert work.prompt_ids_by_row == expected_ids
+    assert len(work.prompt_ids_by_row) == 18
 
 
 @pytest.mark.slow
-def test_engines_agree_to_the_letter_and_report_what_they_did(capsys):
+def test_all_engines_give_the_same_replies_and_report_their_work(capsys):
     with harness.model_directory("demo") as directory:
-        model, tokenizer = gwen.load_model(directory), hub.load_tokenizer(directory)
-        rival = bench_rollout.make_mlx_lm_rival(
-            harness.load_mlx_lm_model(directory, model.head_weight.dtype), directory
-        )
+        model = gwen.load_model(directory)
+        tokenizer = hub.load_tokenizer(directory)
+        mlx_lm_model = harness.load_mlx_lm_model(directory, model.head_weight.dtype)
+        rival = bench_rollout.make_mlx_lm_rival(mlx_lm_model, directory)
     record = judging.benchmark_and_print_judging(ARGS, model, tokenizer, rival)
-    for name, agreement in record["agreement"].items():  # one token is ours' likeliest first
-        assert agreement["replies"] == 1 and (
-            agreement["scores"] == 1 or name.endswith("_one_token")
-        )
-    assert (
-        list(record["engines"]) == ["ours", "ours_decode", *record["agreement"]]
-        and len(record["agreement"]) == 6
-    )
-    assert (
-        0
-        < record["computed"]
-        < sum(map(len, judging.make_judging_work(ARGS, tokenizer)[2].prompt_ids_by_row))
-    )
+
+    for name, agreement in record["agreement"].items():
+        assert agreement["replies"] == 1
+        # An engine that reads one token takes Gwen's likeliest token first.
+        assert agreement["scores"] == 1 or name.endswith("_one_token")
+    assert list(record["engines"]) == ["ours", "ours_decode", *record["agreement"]]
+    assert len(record["agreement"]) == 6
+
+    _, _, work = judging.make_judging_work(ARGS, tokenizer)
+    assert 0 < record["computed"] < sum(map(len, work.prompt_ids_by_row))
     assert not record["best"]["ours_decode"].endswith("_one_token")
+
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Judge benchmark: pairs/run=6 criteria=3 warmup=0 runs=1"
     rows = [line for line in lines if line.startswith("judge_")]
-    assert (
-        rows[2].split()[0] == "judge_mlx_lm"
-        and all("| crit_eval/s" in row for row in rows)
-        and len(rows) == 8
-    )
+    assert len(rows) == 8
+    assert rows[2].split()[0] == "judge_mlx_lm"
+    assert all("| crit_eval/s" in row for row in rows)
     assert "Judge result vs mlx_lm: ours is " in "\n".join(lines)
 
 
-def test_an_engine_that_replies_something_else_is_seen_to_disagree():
-    unread = CriterionEvaluation(np.nan, 0.0, "x")
-    one, other = (
-        [CriterionEvaluation(1.0, 1.0, "1"), unread],
-        [CriterionEvaluation(2.0, 1.0, "2"), unread],
-    )
-    assert judging.score_and_reply_agreement(one, other) == {"scores": 0.5, "replies": 0.5}
-    assert judging.score_and_reply_agreement(one, one) == {"scores": 1.0, "replies": 1.0}
+def test_the_agreement_is_lower_for_an_engine_with_another_reply():
+    unreadable = CriterionEvaluation(np.nan, 0.0, "x")
+    evaluations = [CriterionEvaluation(1.0, 1.0, "1"), unreadable]
+    other_evaluations = [CriterionEvaluation(2.0, 1.0, "2"), unreadable]
+
+    agreement = judging.score_and_reply_agreement(evaluations, other_evaluations)
+    assert agreement == {"scores": 0.5, "replies": 0.5}
+    agreement = judging.score_and_reply_agreement(evaluations, evaluations)
+    assert agreement == {"scores": 1.0, "replies": 1.0}
 
 
-def test_ids_that_the_tokenizer_has_no_text_for_are_shown_apart():
-    shown = judging.copy_with_visible_decoding(DEMO)
-    assert shown.decode([5000, 6000]) == "<5000><6000>" != shown.decode([6000, 5000])
-    assert shown.decode(DEMO.encode("one two")) == DEMO.decode(DEMO.encode("one two")) == "one two"
+def test_different_ids_without_text_decode_to_different_visible_texts():
+    tokenizer = judging.copy_with_visible_decoding(DEMO)
+    assert tokenizer.decode([5000, 6000]) == "<5000><6000>"
+    assert tokenizer.decode([6000, 5000]) != "<5000><6000>"
+
+    ids = DEMO.encode("one two")
+    assert tokenizer.decode(ids) == "one two"
+    assert DEMO.decode(ids) == "one two"

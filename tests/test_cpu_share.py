@@ -1,4 +1,4 @@
-"""A run says why it is slow if the machine gives it little CPU time."""
+"""A run warns that it is slow if the machine gives it little CPU time."""
 
 import time
 
@@ -7,24 +7,24 @@ import pytest
 import train
 from machine import cpu_share, gpu
 
-SMALL = "--model demo --steps 3 --batch 2 --groups 2 --max-tokens 8 --eval-every 0".split()
-BEGIN = "WARNING after step 1: this process gets "
+FLAGS = "--model demo --steps 3 --batch 2 --groups 2 --max-tokens 8 --eval-every 0".split()
+WARNING_START = "WARNING after step 1: this process gets "
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch):
+def run_on_cpu(monkeypatch):
     monkeypatch.setattr(gpu, "on_gpu", lambda: False)
 
 
-def test_less_than_half_of_a_core_is_a_shortage_after_five_seconds_of_computing():
+def test_less_than_half_a_core_is_a_shortage_after_five_seconds_of_computation():
     share = cpu_share.CpuShare()
     share.add_if_cpu_phase("update", 4.9, 0.1)
-    assert share.describe_shortage() == "", "too short"
+    assert share.describe_shortage() == "", "the time is too short"
     share.add_if_cpu_phase("update", 5.1, 2.9)
     assert share.describe_shortage().startswith("this process gets 0.30 of a CPU core")
     assert share.describe_shortage(wait_s=4.5) == "", "waiting for other ranks needs no CPU"
     share.add_if_cpu_phase("ref", 0.0, 2.0)
-    assert share.describe_shortage() == "", "exactly half of a core"
+    assert share.describe_shortage() == "", "this is exactly half a core"
 
 
 def test_phases_that_may_wait_for_other_programs_are_not_measured(monkeypatch):
@@ -38,22 +38,27 @@ def test_phases_that_may_wait_for_other_programs_are_not_measured(monkeypatch):
 
 
 def test_cpu_seconds_grow_while_the_process_computes_and_not_while_it_sleeps():
-    begin = cpu_share.count_cpu_seconds()
+    seconds_before_sleep = cpu_share.count_cpu_seconds()
     time.sleep(0.3)
-    after_sleep = cpu_share.count_cpu_seconds()
+    seconds_after_sleep = cpu_share.count_cpu_seconds()
     end = time.process_time() + 0.2
     while time.process_time() < end:
         pass
-    assert after_sleep - begin < 0.15 <= cpu_share.count_cpu_seconds() - after_sleep
+    seconds_after_loop = cpu_share.count_cpu_seconds()
+
+    assert seconds_after_sleep - seconds_before_sleep < 0.15
+    assert seconds_after_loop - seconds_after_sleep >= 0.15
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cores", "num_lines"), [(0.3, 1), (0.9, 0)])
-def test_a_run_on_a_busy_machine_says_so_once(tmp_path, monkeypatch, capsys, cores, num_lines):
+@pytest.mark.parametrize(("cores", "num_warnings"), [(0.3, 1), (0.9, 0)])
+def test_a_run_on_a_busy_machine_prints_one_warning(
+    tmp_path, monkeypatch, capsys, cores, num_warnings
+):
     monkeypatch.setattr(cpu_share, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(cpu_share, "count_cpu_seconds", lambda: cores * time.perf_counter())
-    train.main([*SMALL, "--run-dir", str(tmp_path / "run")])
-    printed = capsys.readouterr().err
-    assert printed.count(BEGIN) == num_lines
-    if num_lines:
-        assert f"{BEGIN}0.30 of a CPU core while it trains" in printed
+    train.main([*FLAGS, "--run-dir", str(tmp_path / "run")])
+    output = capsys.readouterr().err
+    assert output.count(WARNING_START) == num_warnings
+    if num_warnings:
+        assert f"{WARNING_START}0.30 of a CPU core while it trains" in output

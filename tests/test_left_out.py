@@ -1,12 +1,12 @@
-"""An own advantage function says which completions the update trains."""
-
-import json
+"""A custom advantage function can choose which completions the update trains."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import read_log
 
 import train
+import update
 from config import Config
 from step import objectives
 from step.advantages import assign_advantages
@@ -18,7 +18,7 @@ from tests.test_train_completions import (
     score_samples,
 )
 
-OWN = """
+FUNCTIONS = """
 import numpy as np
 import grpo
 
@@ -56,89 +56,97 @@ def nothing_of_four(rewards):
 
 
 @pytest.fixture
-def own(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    return str(tmp_path / "own.py")
+def functions_file(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(FUNCTIONS)
+    return str(path)
 
 
-def load(spec):
+def load_objective(spec):
     return objectives.load_and_try_custom_objective(Config.from_flags(advantage=spec))
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "cispo", "sapo"])
-def test_completions_that_are_not_trained_leave_the_divisor_as_those_of_train_completions_do(
-    tmp_path, own, loss
+def test_a_custom_choice_of_completions_gives_the_gradient_of_train_completions(
+    tmp_path, functions_file, loss
 ):
-    flags = ("--loss-type", loss, *(("--epsilon-high", "5") if loss == "cispo" else ()))
-    run = make_run(tmp_path, *flags, "--train-completions", "2")
-    update_once(run)  # B of the adapters is 0 before
-    builtin = score_samples(run)
-    plain = [sample._replace(is_chosen=True, advantage=0.0) for sample in builtin]
+    flags = ["--loss-type", loss, "--train-completions", "2"]
+    if loss == "cispo":
+        flags += ["--epsilon-high", "5"]
+    run = make_run(tmp_path, *flags)
+    update_once(run)  # until then, B of the adapters is 0
+    expected_samples = score_samples(run)
+    unchosen = [sample._replace(is_chosen=True, advantage=0.0) for sample in expected_samples]
     config = run.config.copy_with_settings(train_completions=None)
-    function = load(f"{own}:pods").advantage
-    samples = assign_advantages(config, plain, WEIGHTS, function)
-    assert chosen_rows(samples) == chosen_rows(builtin)
+    function = load_objective(f"{functions_file}:pods").advantage
+    samples = assign_advantages(config, unchosen, WEIGHTS, function)
+    assert chosen_rows(samples) == chosen_rows(expected_samples)
     assert all(sample.advantage == 0 for sample in samples if not sample.is_chosen)
 
-    expected = record_gradient(run, make_marked_batches(run, builtin))
-    found = record_gradient(run, make_marked_batches(run, samples))
-    assert found[0].grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-5)
-    for name, gradient in expected[1].items():
-        largest = mx.abs(gradient).max().item()
-        assert mx.abs(found[1][name] - gradient).max().item() <= 1e-5 * largest + 1e-9
-
-
-def test_a_step_that_leaves_out_every_completion_changes_no_weight(tmp_path, own):
-    run = make_run(tmp_path)
-    plain = [sample._replace(advantage=0.0) for sample in score_samples(run)]
-    samples = assign_advantages(
-        run.config, plain, WEIGHTS, load(f"{own}:nothing_of_four").advantage
+    expected_result, expected_gradient = record_gradient(
+        run, make_marked_batches(run, expected_samples)
     )
+    result, gradient = record_gradient(run, make_marked_batches(run, samples))
+    assert result.grad_norm == pytest.approx(expected_result.grad_norm, rel=1e-5)
+    for name, expected in expected_gradient.items():
+        largest = mx.abs(expected).max().item()
+        assert mx.abs(gradient[name] - expected).max().item() <= 1e-5 * largest + 1e-9
+
+
+def test_a_step_that_leaves_out_every_completion_changes_no_weight(tmp_path, functions_file):
+    run = make_run(tmp_path)
+    scored = [sample._replace(advantage=0.0) for sample in score_samples(run)]
+    function = load_objective(f"{functions_file}:nothing_of_four").advantage
+    samples = assign_advantages(run.config, scored, WEIGHTS, function)
     assert chosen_rows(samples) == []
-    before = {name: np.array(array) for name, array in run.learner.trainable.items()}
-    import update
 
+    weights_before = {name: np.array(array) for name, array in run.learner.trainable.items()}
     result = update.run_optimizer_steps(run.learner, make_marked_batches(run, samples), 1e-3)
-    assert result.grad_norm is None and result.loss == 0
+    assert result.grad_norm is None
+    assert result.loss == 0
     for name, array in run.learner.trainable.items():
-        assert np.array_equal(np.array(array), before[name])
+        assert np.array_equal(np.array(array), weights_before[name])
 
 
-def test_a_completion_that_is_missing_needs_no_finite_advantage(own):
-    function = load(f"{own}:pods").advantage
+def test_a_missing_completion_needs_no_finite_advantage(functions_file):
+    function = load_objective(f"{functions_file}:pods").advantage
     advantages = function(np.array([[0.0, 1.0, np.nan], [0.0, 1.0, 2.0]]))
-    assert advantages[0, 2] == 0 and np.isnan(advantages[1, 1])
+    assert advantages[0, 2] == 0
+    assert np.isnan(advantages[1, 1])
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "expected_text"),
     [
         ("nothing", "leaves out every completion"),
         ("infinite", "must be finite"),
         ("divided_by_zero", "must be finite"),
     ],
 )
-def test_a_function_that_trains_nothing_is_refused_before_a_model_is_loaded(
-    own, name, words, check_refusal
+def test_an_invalid_advantage_function_is_refused_before_a_model_is_loaded(
+    functions_file, name, expected_text, check_refusal
 ):
-    flags = [*SMALL_FLAGS, "--task", "demo", "--advantage", f"{own}:{name}"]
-    check_refusal(train.main, flags, words)
+    flags = [*SMALL_FLAGS, "--task", "demo", "--advantage", f"{functions_file}:{name}"]
+    check_refusal(train.main, flags, expected_text)
 
 
-def test_zeros_for_different_rewards_are_named_at_the_start_because_they_stay_in_the_divisor(own):
-    (note,) = load(f"{own}:pods_with_zeros").notes
+def test_advantages_of_0_for_different_rewards_are_reported_because_they_stay_in_the_divisor(
+    functions_file,
+):
+    (note,) = load_objective(f"{functions_file}:pods_with_zeros").notes
     assert "gave the advantage 0 to 6 of 8 completions with different rewards" in note
     assert "return (advantages, is_trained) with a bool array" in note
-    assert load(f"{own}:pods").notes == () == load(f"{own}:centered").notes
+    assert load_objective(f"{functions_file}:pods").notes == ()
+    assert load_objective(f"{functions_file}:centered").notes == ()
 
 
-def test_a_run_records_which_completions_it_left_out(tmp_path, own, capsys):
+def test_a_run_records_which_completions_it_left_out(tmp_path, functions_file, capsys):
     run = tmp_path / "run"
-    flags = [*SMALL_FLAGS, "--task", "demo", "--eval-every", "0", "--steps", "2"]
-    train.main([*flags, "--advantage", f"{own}:pods", "--run-dir", str(run)])
-    records = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    flags = [*SMALL_FLAGS, *"--task demo --eval-every 0 --steps 2".split()]
+    train.main([*flags, "--advantage", f"{functions_file}:pods", "--run-dir", str(run)])
+    records = read_log(run / "rollouts.jsonl")
     assert sum(record.get("left_out", False) for record in records) == 2 * 3 * 2
-    train.main(
-        [*flags, "--advantage", f"{own}:pods_with_zeros", "--run-dir", str(tmp_path / "zeros")]
-    )
+
+    flags += ["--advantage", f"{functions_file}:pods_with_zeros"]
+    train.main([*flags, "--run-dir", str(tmp_path / "zeros")])
     assert "return (advantages, is_trained)" in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""Tables of runs in a terminal: how they are divided and wrapped, and that nothing is lost."""
+"""Tables of runs in a terminal are divided and wrapped to the width, and lose nothing."""
 
 import csv
 import io
@@ -11,27 +11,30 @@ from conftest import write_log
 import report
 from reporting.terminal_table import fit_comparison, fit_table, format_table
 
-NAMES = [f"a-sweep-over-rates-{number}" for number in range(12)]
+RUN_NAMES = [f"a-sweep-over-rates-{number}" for number in range(12)]
 
 
 def make_run(directory, number):
-    """A finished run with two evaluations."""
+    """Makes the directory of a finished run with two evaluations."""
     directory.mkdir()
     settings = ["model: demo", "task: demo", f"learning_rate: {10.0**-number}", "steps: 2"]
     (directory / "config.yaml").write_text("\n".join(settings) + "\n")
-    step = {"step/s": 1.0, "rollout/s": 1.0, "rollout/tok_s": 100.0, "mem/peak_gb": 1.0}
-    write_log(directory / "metrics.jsonl", [{"step": 1} | step, {"step": 2} | step])
-    evaluations = []
-    for place in (0, 2):
-        figures = {"eval/accuracy": 0.5, "eval/accuracy_ci95": 0.1, "eval/num": 64, "eval/s": 1.0}
-        evaluations.append({"step": place, "eval/greedy": 0.25} | figures)
-    write_log(directory / "eval.jsonl", evaluations)
+    metrics = {"step/s": 1.0, "rollout/s": 1.0, "rollout/tok_s": 100.0, "mem/peak_gb": 1.0}
+    write_log(directory / "metrics.jsonl", [{"step": 1} | metrics, {"step": 2} | metrics])
+    evaluation = {
+        "eval/greedy": 0.25,
+        "eval/accuracy": 0.5,
+        "eval/accuracy_ci95": 0.1,
+        "eval/num": 64,
+        "eval/s": 1.0,
+    }
+    write_log(directory / "eval.jsonl", [{"step": 0} | evaluation, {"step": 2} | evaluation])
 
 
 @pytest.fixture
 def runs(tmp_path):
     paths = []
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(RUN_NAMES):
         make_run(tmp_path / name, number)
         paths.append(str(tmp_path / name))
     return paths
@@ -39,27 +42,31 @@ def runs(tmp_path):
 
 @pytest.fixture
 def terminal(monkeypatch):
+    """Makes the output a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(CaptureIO, "isatty", lambda _: True, raising=False)
 
 
-def test_twelve_runs_are_compared_in_rows_that_fit_the_terminal(runs, terminal, capsys):
+def test_a_comparison_of_twelve_runs_has_rows_that_fit_the_terminal(runs, terminal, capsys):
     report.main(["--compare", *runs])
     lines = capsys.readouterr().out.splitlines()
-    paths = [line for line in lines if max(map(len, line.split()), default=0) > 70]
-    assert not [line for line in lines if len(line) > 80 and line not in paths]
-    for number, name in enumerate(NAMES):
+
+    def contains_long_path(line):
+        return max(map(len, line.split()), default=0) > 70
+
+    assert not [line for line in lines if len(line) > 80 and not contains_long_path(line)]
+    for number, name in enumerate(RUN_NAMES):
         cells = [line.split() for line in lines if line.split()[:1] == [name]]
         assert cells[0][1] == str(10.0**-number)
-    header = lines[0].split("  ")
-    assert header[0] == "run" and "--learning-rate" in lines[0]
+    assert lines[0].split("  ")[0] == "run"
+    assert "--learning-rate" in lines[0]
     assert any("--csv" in line for line in lines)
 
 
-def test_two_runs_are_compared_in_columns_beside_each_other(runs, terminal, capsys):
+def test_a_comparison_of_two_runs_has_a_column_for_each_run(runs, terminal, capsys):
     report.main(["--compare", *runs[:2]])
     header = capsys.readouterr().out.splitlines()[0]
-    assert header.split() == NAMES[:2]
+    assert header.split() == RUN_NAMES[:2]
 
 
 def test_a_list_of_runs_fits_the_terminal(runs, terminal, capsys, tmp_path, monkeypatch):
@@ -71,10 +78,11 @@ def test_a_list_of_runs_fits_the_terminal(runs, terminal, capsys, tmp_path, monk
     assert {"run", "verdict"} <= {word for line in lines for word in line.split()}
 
 
-def test_a_file_or_pipe_gets_the_whole_table(runs, capsys):
+def test_a_file_or_pipe_receives_the_undivided_table(runs, capsys):
     report.main(["--compare", *runs])
     header = capsys.readouterr().out.splitlines()[0]
-    assert header.split() == NAMES and len(header) > 200
+    assert header.split() == RUN_NAMES
+    assert len(header) > 200
 
 
 def test_the_csv_table_is_complete_in_a_terminal(runs, terminal, capsys):
@@ -84,18 +92,24 @@ def test_the_csv_table_is_complete_in_a_terminal(runs, terminal, capsys):
     assert all({"learning_rate", "accuracy after", "time/s"} <= row.keys() for row in rows)
 
 
-def test_no_table_is_wider_than_asked_and_no_word_is_lost():
+def draw_table(rng):
+    """A header and a few rows of cells with random words."""
+    num_columns = rng.randint(1, 14)
+    rows = []
+    for _ in range(rng.randint(2, 6)):
+        cells = []
+        for _ in range(num_columns):
+            words = ["x" * rng.randint(1, 9) for _ in range(rng.randint(0, 9))]
+            cells.append(" ".join(words))
+        rows.append(cells)
+    rows[0] = [f"c{place}" for place in range(num_columns)]
+    return rows
+
+
+def test_a_fitted_table_is_not_wider_than_the_width_and_loses_no_word():
     rng = random.Random(0)
     for _ in range(200):
-        num_columns = rng.randint(1, 14)
-        rows = []
-        for _ in range(rng.randint(2, 6)):
-            cells = []
-            for _ in range(num_columns):
-                words = ["x" * rng.randint(1, 9) for _ in range(rng.randint(0, 9))]
-                cells.append(" ".join(words))
-            rows.append(cells)
-        rows[0] = [f"c{place}" for place in range(num_columns)]
+        rows = draw_table(rng)
         for fit in (fit_table, fit_comparison):
             width = rng.randint(30, 120)
             text = fit(rows, width)

@@ -203,7 +203,7 @@ def test_a_decoded_reply_is_the_greedy_reply_to_the_single_prompt(demo, think, e
             was_cut = reply_ids[-1] not in eos_ids
             score = evaluations.evaluation_from_reply(text, was_cut=was_cut).score
             np.testing.assert_equal(evaluated.scores[row, column], score)
-    assert len(thought_endings) == (2 if think else 1), "thoughts end in two ways"
+    assert len(thought_endings) == (2 if think else 1), "some thoughts end differently from others"
 
 
 @pytest.mark.parametrize("broken", ["random weights", "overflow"])

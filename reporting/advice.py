@@ -129,9 +129,13 @@ def advise_on_change(
         direction = "falling" if run.figure_name == "loss" else "rising"
         command = command_to_double_steps(run)
         return f"Train longer, because the {run.figure_name} was still {direction}: {command}"
-    # two evaluations do not show whether the model was still improving at the end
-    is_short = is_supervised(run.settings) and len(run.evals) == 2
-    if is_short and health.has_falling_training_loss(run.steps):
+    # neither two evaluations nor scores of answers show whether the replies are still being learned
+    needs_training_loss = len(run.evals) == 2 or run.figure_name != "loss"
+    if (
+        is_supervised(run.settings)
+        and needs_training_loss
+        and health.has_falling_training_loss(run.steps)
+    ):
         command = command_to_double_steps(run)
         return f"Train longer, because the training loss was still falling: {command}"
     return advise_on_using_the_model(run)

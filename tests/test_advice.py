@@ -1,0 +1,43 @@
+"""The advice at the end of a run, and its lines about past warnings."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from reporting import advice
+from reporting.difference import BETTER
+from reporting.journal import format_past_warning
+
+
+@pytest.mark.parametrize(
+    ("losses", "advises_longer_training"),
+    [([1.3, 0.9, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1], True), ([0.5] * 8, False)],
+    ids=["falling", "flat"],
+)
+def test_a_warm_start_whose_answers_are_scored_trains_longer_if_its_loss_still_falls(
+    losses, advises_longer_training
+):
+    run = SimpleNamespace(
+        evals=[{"step": step, "eval/num": 64} for step in (0, 4, 8)],
+        steps=[{"step": number, "loss": loss} for number, loss in enumerate(losses, 1)],
+        figure_name="score",
+        settings={"loss_type": "sft", "model": "demo", "lora_rank": 16},
+        dir="runs/warm",
+        parts_set_in_python={},
+    )
+    text = advice.advise_on_change(
+        run, SimpleNamespace(outcome=BETTER), "", "", is_still_improving=False
+    )
+    expected = "Train longer, because the training loss was still falling"
+    assert text.startswith(expected) == advises_longer_training
+
+
+def test_a_past_warning_about_cut_off_answers_says_if_they_are_cut_off_no_longer():
+    warning = {"step": 0, "name": "truncated"}
+    assert format_past_warning(warning, are_answers_still_cut_off=True) == (
+        "warning after step 0: truncated"
+    )
+    line = format_past_warning(warning, are_answers_still_cut_off=False)
+    assert "at the end no more than half" in line
+    other = format_past_warning({"step": 3, "name": "slow"}, are_answers_still_cut_off=False)
+    assert other == "warning after step 3: slow"

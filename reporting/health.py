@@ -15,6 +15,7 @@ from disk import eval_record
 
 Records = Sequence[dict[str, Any]]
 
+CUT_OFF_NAME = "truncated"  # of the warning about answers that are cut off
 TRUNCATED = "completion/truncated_frac"
 EVAL_TRUNCATED = "eval/truncated_frac"
 CONTROL = "completion/control_frac/"  # the prefix of the metrics about control tokens
@@ -70,7 +71,7 @@ def find_symptoms(
 
     cut_off = advise_on_cut_off_answers(steps, evaluations, settings or {})
     if cut_off and "control token" not in symptoms:
-        symptoms["truncated"] = cut_off
+        symptoms[CUT_OFF_NAME] = cut_off
 
     num_groups = measured_values(last, "sampling/signal_groups")
     if len(num_groups) == FEW and not any(num_groups):

@@ -344,6 +344,14 @@ def tool_metrics(samples: list[Sample], stats: RolloutStats) -> dict[str, float]
     return metrics
 
 
+def format_past_warning(warning: dict[str, Any], are_answers_still_cut_off: bool) -> str:
+    """Returns the line of a run's summary about one of its warnings."""
+    line = f"warning after step {warning['step']}: {warning['name']}"
+    if warning["name"] == health.CUT_OFF_NAME and not are_answers_still_cut_off:
+        line += ", but at the end no more than half of the answers were cut off"
+    return line
+
+
 def completion_records(step: int, samples: list[Sample]) -> Iterator[dict[str, Any]]:
     """Yields the record in `rollouts.jsonl` of each completion that was sampled in a step."""
     for sample in samples:
@@ -597,12 +605,13 @@ class Journal:
         """
         Prints a line, at most once, if this process gets little CPU time.
 
-        The line is not recorded, because it describes only the present state of this machine.
+        The line is not recorded as a warning, because it describes only the present state of this
+        machine.
         """
         shortage = self.clock.cpu_share.describe_shortage(self.clock.wait_s)
         if shortage and not self.has_told_of_busy_cpu:
             self.has_told_of_busy_cpu = True
-            print_line_to_stderr(f"WARNING after step {step}: {shortage}.")
+            print_line_to_stderr(f"slow after step {step}: {shortage}.")
 
     def _write_changes_once(self) -> None:
         """Writes what was changed on a resume, and warns of it, because the run has now begun."""
@@ -651,7 +660,7 @@ class Journal:
         if cut_off:
             print_line(cut_off)
         for warning in self.warnings.read():
-            print_line(f"warning after step {warning['step']}: {warning['name']}")
+            print_line(format_past_warning(warning, are_answers_still_cut_off=bool(cut_off)))
         if self.best_step is None:
             print_line(f"adapter: {self.dir / 'adapter'}")
         else:

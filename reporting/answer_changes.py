@@ -50,6 +50,7 @@ OPENING = 3  # the number of words in the opening of an answer
 # The label of wrong answers that get the highest reward, if there are alarmingly many of them.
 CHEATED = "wrong with the highest reward"
 
+ESCAPE = re.compile(r"\\[A-Za-z](?![A-Za-z])")  # a backslash and a single letter
 # A punctuation mark outside a word, other than a full stop or a comma; or a letter of a script that
 # puts no spaces between words.
 MARK = re.compile(r"(?<!\w)[^\w\s.,]|[^\w\s.,](?!\w)|[\u0e00-\u0eff\u3040-\u9fff]")
@@ -172,9 +173,15 @@ def describe_words_used_more(
 
 
 def quote_words_and_opening(text: str) -> set[str]:
-    """Returns each word and punctuation mark of a text in quotes, and a phrase with its opening."""
+    """
+    Returns each word and punctuation mark of a text in quotes, and a phrase with its opening.
+
+    An escape such as the `\\d` of a regular expression counts as one word.
+    """
+    escapes = ESCAPE.findall(text)
+    text = ESCAPE.sub(" ", text)
     words = form.lowercase_words(text)
-    names = {quote_word(word) for word in [*words, *MARK.findall(text)]}
+    names = {quote_word(word) for word in [*words, *escapes, *MARK.findall(text)]}
     if len(words) > OPENING:
         opening = " ".join(words[:OPENING])
         names.add(f'the opening "{opening}"')

@@ -103,3 +103,10 @@ def test_a_hook_that_replaces_the_output_does_not_silence_gwen(capsys):
     assert functions.call_or_raise_with_location("Trainer.on_samples", replace_output) == 3
     assert sys.stdout is before
     assert "Trainer.on_samples replaced sys.stdout" in capsys.readouterr().err
+
+
+def test_an_escape_of_a_regular_expression_is_one_word():
+    names = answer_changes.quote_words_and_opening(r"cow\d+")
+    assert r'"\d"' in names
+    assert '"d"' not in names
+    assert '"cow"' in names

@@ -1,4 +1,4 @@
-"""Rows in the layouts that people bring: tables of Arrow, messages and their keys, columns, answers, text files."""
+"""Gwen reads rows in many layouts: Arrow tables, messages and their keys, columns, answers, text files."""
 
 import copy
 import json
@@ -19,13 +19,16 @@ from settings.sources import parse_flags, settings_from_flags
 
 USER = {"role": "user", "content": "What is one and two?"}
 THOUGHT = "one more than two"
-PLAIN = (  # a template without a key for thoughts
+PLAIN_TEMPLATE = (  # without a key for thoughts
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-KEYED = PLAIN.replace(
+TEMPLATE_WITH_THINKING = PLAIN_TEMPLATE.replace(  # with a key for thoughts; it also shows names
     "m.content +", "('[' + m.thinking + ']' if m.thinking else '') + (m.name or '') + m.content +"
-)  # one that has a key, and shows names
+)
+TEMPLATE_WITH_CALLS = PLAIN_TEMPLATE.replace(
+    "+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')"
+)
 
 
 def call(name, **arguments):
@@ -43,22 +46,28 @@ def tool(name, **properties):
     }
 
 
-def with_template(tokenizer, template):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = template
-    return other
+def copy_with_template(tokenizer, template):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
-def trained_text(tokenizer, row):
-    example = chats.read_conversation_example(row)
-    how = {"thinking": True, "end_ids": [tokenizer.eos_token_id], "context": 1000}
-    rows = chats.encode_conversation(tokenizer, example, **how)
-    return "".join(tokenizer.decode([one.ids[place] for place in one.places]) for one in rows)
+def decode_trained_tokens(tokenizer, conversation):
+    """The text of the tokens of a conversation that training learns."""
+    example = chats.read_conversation_example(conversation)
+    rows = chats.encode_conversation(
+        tokenizer, example, thinking=True, end_ids=[tokenizer.eos_token_id], context=1000
+    )
+    texts = []
+    for row in rows:
+        trained_ids = [row.ids[place] for place in row.places]
+        texts.append(tokenizer.decode(trained_ids))
+    return "".join(texts)
 
 
-# ---- nulls that Arrow made
+# ---- nulls that Arrow adds
 
-TALKS = [
+CONVERSATIONS = [
     {
         "messages": [USER, reply("", tool_calls=[call("weather", city="Oslo")])],
         "tools": [
@@ -83,68 +92,72 @@ PROBLEMS = [
 ]
 
 
-def tables_of(rows, path):
-    """The rows as files and as what a program holds, by name."""
-    held = datasets.Dataset.from_list(rows)
-    held.to_parquet(path / "rows.parquet")
-    held.to_json(path / "pandas.jsonl")
-    held.save_to_disk(path / "saved")
+def write_tables(rows, directory):
+    """Write the rows as files. Returns the paths, and the rows as objects of a program, by name."""
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.to_parquet(directory / "rows.parquet")
+    dataset.to_json(directory / "pandas.jsonl")
+    dataset.save_to_disk(directory / "saved")
     table = pyarrow.Table.from_pylist(rows)
-    with pyarrow.ipc.new_file(str(path / "rows.arrow"), table.schema) as writer:
+    with pyarrow.ipc.new_file(str(directory / "rows.arrow"), table.schema) as writer:
         writer.write_table(table)
-    programs = {
-        "dataset": held,
-        "to_list": held.to_list(),
+
+    names = ("rows.parquet", "pandas.jsonl", "saved", "rows.arrow")
+    paths = [str(directory / name) for name in names]
+    objects = {
+        "dataset": dataset,
+        "to_list": dataset.to_list(),
         "table": table,
-        "stream": held.to_iterable_dataset(),
+        "stream": dataset.to_iterable_dataset(),
     }
-    return [
-        str(path / name) for name in ("rows.parquet", "pandas.jsonl", "saved", "rows.arrow")
-    ], programs
+    return paths, objects
 
 
 @pytest.mark.parametrize(
-    ("rows", "read"),
-    [(TALKS, chats.read_conversation_example), (PROBLEMS, None)],
-    ids=["talks", "problems"],
+    ("rows", "read_row"),
+    [(CONVERSATIONS, chats.read_conversation_example), (PROBLEMS, None)],
+    ids=["conversations", "problems"],
 )
-def test_a_null_that_arrow_made_is_an_absent_key_wherever_the_table_comes_from(
-    rows, read, tmp_path, monkeypatch
+def test_every_source_of_a_table_reads_a_null_that_arrow_added_as_an_absent_key(
+    rows, read_row, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    wanted = data.load_data(write_log(tmp_path / "rows.jsonl", rows), None, read)
-    paths, programs = tables_of(rows, tmp_path)
-    for path in [
-        *paths,
-        *(
-            trainer.convert_arguments_and_cache_data({"data": held})["data"]
-            for held in programs.values()
-        ),
-    ]:
-        assert data.load_data(path, None, read) == wanted, path
+    expected = data.load_data(write_log(tmp_path / "rows.jsonl", rows), None, read_row)
+
+    paths, objects = write_tables(rows, tmp_path)
+    for dataset in objects.values():
+        arguments = trainer.convert_arguments_and_cache_data({"data": dataset})
+        paths.append(arguments["data"])
+
+    for path in paths:
+        assert data.load_data(path, None, read_row) == expected, path
 
 
-def test_a_null_that_somebody_wrote_stays_and_what_was_taken_for_arrow_s_is_told(tmp_path):
+def test_a_null_that_a_user_wrote_stays_and_a_note_counts_the_uncertain_ones(tmp_path):
+    # The rows differ in their keys, so that Arrow did not write them.
     rows = [
         {"prompt": "a", "answer": {"team": "web", "owner": None}},
         {"prompt": "b", "answer": {"team": "web"}},
     ]
-    written = data.load_data(write_log(tmp_path / "a.jsonl", rows))
-    assert json.loads(written[0]["answer"]) == rows[0]["answer"]
-    alike = [rows[0], {"prompt": "b", "answer": {"team": "web", "owner": "Ann"}}]
+    examples = data.load_data(write_log(tmp_path / "a.jsonl", rows))
+    assert json.loads(examples[0]["answer"]) == rows[0]["answer"]
+
+    # The rows have the same keys. Python wrote the file.
+    rows_with_equal_keys = [rows[0], {"prompt": "b", "answer": {"team": "web", "owner": "Ann"}}]
     notes: list[str] = []
-    written = data.load_data(write_log(tmp_path / "b.jsonl", alike), notes=notes)
-    assert (
-        json.loads(written[0]["answer"]) == rows[0]["answer"]
-        and "1 nulls" in notes.pop()
-        and not notes
-    )
-    datasets.Dataset.from_list(alike).to_json(tmp_path / "c.jsonl")
-    read = data.load_data(str(tmp_path / "c.jsonl"), notes=notes)
-    assert json.loads(read[0]["answer"]) == {"team": "web"} and "1 nulls" in notes[0]
+    examples = data.load_data(write_log(tmp_path / "b.jsonl", rows_with_equal_keys), notes=notes)
+    assert json.loads(examples[0]["answer"]) == rows[0]["answer"]
+    assert "1 nulls" in notes.pop()
+    assert not notes
+
+    # The rows have the same keys. Arrow wrote the file.
+    datasets.Dataset.from_list(rows_with_equal_keys).to_json(tmp_path / "c.jsonl")
+    examples = data.load_data(str(tmp_path / "c.jsonl"), notes=notes)
+    assert json.loads(examples[0]["answer"]) == {"team": "web"}
+    assert "1 nulls" in notes[0]
 
 
-def test_a_null_in_a_list_in_a_map_or_in_json_of_arrow_stays():
+def test_a_null_in_a_list_a_map_or_json_of_an_arrow_table_stays():
     maps = pyarrow.array([[("k", None)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
     table = pyarrow.table(
         {"list": [[1, None]], "map": maps, "json": pyarrow.array(['{"n":null}'], pyarrow.json_())}
@@ -154,123 +167,141 @@ def test_a_null_in_a_list_in_a_map_or_in_json_of_arrow_stays():
     ]
 
 
-def test_rows_of_pandas_are_those_of_their_file_and_a_missing_cell_makes_no_decimals(
+def test_a_missing_cell_of_a_pandas_frame_does_not_turn_integers_into_decimals(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     frame = pandas.DataFrame(
         [{"prompt": "a", "answer": 3}, {"prompt": "b"}, {"prompt": "c", "answer": 0.5}]
     )
-    for values, wanted in (
+    for values, expected_answers in (
         ([3, None, 4], ["3", None, "4"]),
         ([3, None, 0.5], ["3.0", None, "0.5"]),
     ):
         frame["answer"] = values
-        read = data.load_data(trainer.convert_arguments_and_cache_data({"data": frame})["data"])
-        assert [row["answer"] for row in read] == wanted
+        arguments = trainer.convert_arguments_and_cache_data({"data": frame})
+        examples = data.load_data(arguments["data"])
+        assert [example["answer"] for example in examples] == expected_answers
 
 
-COUNTS = "def keys(completions, world, **_):\n    return [len(w) + len(t) / 99 for w, t in zip(world, completions)]\n"
+KEY_COUNT_REWARD = "def keys(completions, world, **_):\n    return [len(w) + len(t) / 99 for w, t in zip(world, completions)]\n"
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same_whatever_holds_its_rows(tmp_path, monkeypatch):
+def test_every_container_of_the_rows_gives_the_same_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(COUNTS)
-    talks, problems = [], []
+    (tmp_path / "mine.py").write_text(KEY_COUNT_REWARD)
+    conversations = []
+    problems = []
     for n in range(12):
-        asked = {"role": "user", "content": f"What is {n} and one?"}
-        first = reply(f"It is {n}.") | ({"weight": 0} if n % 3 else {})
-        talks.append({"messages": [asked, first, USER, reply("Three.")]})
+        question = {"role": "user", "content": f"What is {n} and one?"}
+        weight = {"weight": 0} if n % 3 else {}
+        first_reply = reply(f"It is {n}.") | weight
+        conversations.append({"messages": [question, first_reply, USER, reply("Three.")]})
         world = {"low": n, "at": "x/y"} if n % 2 else {"doors": {"red": n}}
-        problems.append({"prompt": asked["content"], "world": world})
+        problems.append({"prompt": question["content"], "world": world})
 
-    common = {"model": "demo", "task": "own", "steps": 1, "batch": 4}
+    common_settings = {"model": "demo", "task": "own", "steps": 1, "batch": 4}
+    supervised_settings = {"loss_type": "sft"}
+    reward_settings = {"groups": 2, "max_tokens": 8, "reward": "mine.py:keys"}
+
+    def train_one_step(path, run_dir, settings):
+        """The mean reward, and the held-out losses."""
+        run = train.Trainer.start(data=path, run_dir=str(run_dir), **common_settings, **settings)
+        (metrics,) = run.steps()
+        evaluations = read_log(run_dir / "eval.jsonl")
+        return [metrics.get("reward/mean"), *(line.get("eval/loss") for line in evaluations)]
+
     figures = []
-    for name, rows in (("talks", talks), ("problems", problems)):
+    for name, rows, settings in (
+        ("conversations", conversations, supervised_settings),
+        ("problems", problems, reward_settings),
+    ):
         (tmp_path / name).mkdir()
-        paths, _ = tables_of(rows, tmp_path / name)
-        for number, path in enumerate([write_log(tmp_path / name / "rows.jsonl", rows), *paths]):
-            run_dir = tmp_path / f"{name}-{number}"
-            own = (
-                {"groups": 2, "max_tokens": 8, "reward": "mine.py:keys"}
-                if name == "problems"
-                else {"loss_type": "sft"}
-            )
-            run = train.Trainer.start(data=path, run_dir=str(run_dir), **common, **own)
-            (step,) = run.steps()
-            evaluations = read_log(run_dir / "eval.jsonl")
-            figures.append(
-                [step.get("reward/mean"), *(line.get("eval/loss") for line in evaluations)]
-            )
-    losses, rewards = figures[:5], figures[5:]
-    assert losses[0][1] > 0 and losses == losses[:1] * 5
-    assert rewards[0][0] > 1 and rewards == rewards[:1] * 5
+        table_paths, _ = write_tables(rows, tmp_path / name)
+        paths = [write_log(tmp_path / name / "rows.jsonl", rows), *table_paths]
+        for number, path in enumerate(paths):
+            figures.append(train_one_step(path, tmp_path / f"{name}-{number}", settings))
+
+    losses = figures[:5]
+    assert losses[0][1] > 0
+    assert losses == losses[:1] * 5
+    rewards = figures[5:]
+    assert rewards[0][0] > 1
+    assert rewards == rewards[:1] * 5
 
 
 # ---- keys of messages
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
-def test_a_thought_goes_under_the_template_s_key_or_becomes_a_part_of_the_content(tokenizer, key):
+def test_a_thought_goes_under_the_key_of_the_template_or_into_the_content(tokenizer, key):
     row = {"messages": [USER, reply("three", **{key: THOUGHT})]}
-    assert trained_text(with_template(tokenizer, KEYED), row) == f"[{THOUGHT}]three<|im_end|>"
-    wanted = f"<think>\n{THOUGHT}\n</think>\n\nthree<|im_end|>"
-    assert trained_text(with_template(tokenizer, PLAIN), row) == wanted
+    tokenizer_with_key = copy_with_template(tokenizer, TEMPLATE_WITH_THINKING)
+    assert decode_trained_tokens(tokenizer_with_key, row) == f"[{THOUGHT}]three<|im_end|>"
+
+    plain_tokenizer = copy_with_template(tokenizer, PLAIN_TEMPLATE)
+    expected = f"<think>\n{THOUGHT}\n</think>\n\nthree<|im_end|>"
+    assert decode_trained_tokens(plain_tokenizer, row) == expected
 
 
-def test_reasoning_details_are_a_thought_and_a_thought_that_is_said_twice_is_one(tokenizer):
-    details = {
+def test_a_thought_under_two_keys_appears_once(tokenizer):
+    thoughts = {
         "reasoning_details": [{"type": "reasoning.text", "text": THOUGHT}],
         "reasoning": THOUGHT,
     }
-    plain = with_template(tokenizer, PLAIN)
-    assert trained_text(plain, {"messages": [USER, reply("three", **details)]}).count(THOUGHT) == 1
+    row = {"messages": [USER, reply("three", **thoughts)]}
+    text = decode_trained_tokens(copy_with_template(tokenizer, PLAIN_TEMPLATE), row)
+    assert text.count(THOUGHT) == 1
 
 
-def test_a_reply_of_weight_0_is_context_and_not_trained(tokenizer):
-    talk = [USER, reply("four", weight=0), USER, reply("three", weight=1)]
-    assert trained_text(with_template(tokenizer, PLAIN), {"messages": talk}) == "three<|im_end|>"
+def test_a_reply_of_weight_0_is_not_trained(tokenizer):
+    messages = [USER, reply("four", weight=0), USER, reply("three", weight=1)]
+    plain_tokenizer = copy_with_template(tokenizer, PLAIN_TEMPLATE)
+    assert decode_trained_tokens(plain_tokenizer, {"messages": messages}) == "three<|im_end|>"
 
 
-def test_a_function_call_is_a_call_and_the_name_of_its_result_may_be_left_out_by_a_template(
-    tokenizer,
+def test_a_function_call_becomes_a_tool_call_and_only_a_wrong_result_name_is_refused(tokenizer):
+    tokenizer = copy_with_template(tokenizer, TEMPLATE_WITH_CALLS)
+    function_call = reply(None, function_call={"name": "add", "arguments": '{"a": 2}'})
+    result = {"role": "tool", "name": "add", "content": "3"}
+    messages = [USER, function_call, result, reply("three")]
+    text = decode_trained_tokens(tokenizer, {"messages": messages})
+    assert '"add"' in text
+    assert text.endswith("three<|im_end|>")
+
+    result["name"] = "other"
+    message = catch_message(decode_trained_tokens, tokenizer, {"messages": messages})
+    assert "name 'other'" in message
+
+
+@pytest.mark.parametrize("fields", [{"name": "Ann"}, {"loss": False}, {"reasoning": "x"}])
+def test_the_refusal_of_a_key_that_the_template_does_not_render_names_key_and_row(
+    tokenizer, fields
 ):
-    plain = PLAIN.replace(
-        "+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')"
+    (key,) = fields
+    row = {"prompt": [USER | fields], "answer": "3"}
+    example = data.read_prompt_example(row)
+    message = catch_message(
+        chat_template.encode_prompts,
+        copy_with_template(tokenizer, PLAIN_TEMPLATE),
+        [example],
+        max_tokens=1,
+        context=99,
+        thinking=False,
+        kind="prompt",
     )
-    made = reply(None, function_call={"name": "add", "arguments": '{"a": 2}'})
-    talk = [USER, made, {"role": "tool", "name": "add", "content": "3"}, reply("three")]
-    text = trained_text(with_template(tokenizer, plain), {"messages": talk})
-    assert '"add"' in text and text.endswith("three<|im_end|>")
-    talk[2]["name"] = "other"
-    assert "name 'other'" in catch_message(
-        trained_text, with_template(tokenizer, plain), {"messages": talk}
-    )
+    assert f"{key} {fields[key]!r}" in message
+    assert "prompt 1" in message
 
-
-@pytest.mark.parametrize("message", [{"name": "Ann"}, {"loss": False}, {"reasoning": "x"}])
-def test_a_key_that_the_template_does_not_render_is_refused_by_its_name_and_its_row(
-    tokenizer, message
-):
-    (key,) = message
-    row = {"prompt": [USER | message], "answer": "3"}
-    example, how = (
-        data.read_prompt_example(row),
-        {"max_tokens": 1, "context": 99, "thinking": False, "kind": "prompt"},
-    )
-    text = catch_message(
-        chat_template.encode_prompts, with_template(tokenizer, PLAIN), [example], **how
-    )
-    assert f"{key} {message[key]!r}" in text and "prompt 1" in text
     if key == "name":
-        assert "Ann" in tokenizer.decode(
-            chat_template.encode_chat(with_template(tokenizer, KEYED), example["prompt"])
-        )
+        tokenizer_with_names = copy_with_template(tokenizer, TEMPLATE_WITH_THINKING)
+        ids = chat_template.encode_chat(tokenizer_with_names, example["prompt"])
+        assert "Ann" in tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "expected_text"),
     [
         (
             [USER | {"images": ["a.png"]}, reply("x")],
@@ -297,8 +328,8 @@ def test_a_key_that_the_template_does_not_render_is_refused_by_its_name_and_its_
         (["Hi", "Hello"], "'Hi'"),
     ],
 )
-def test_a_message_that_cannot_be_learned_as_it_is_is_refused_by_name(messages, said):
-    assert said in catch_message(chats.read_conversation_example, {"messages": messages})
+def test_the_refusal_of_an_unusable_message_names_its_fault(messages, expected_text):
+    assert expected_text in catch_message(chats.read_conversation_example, {"messages": messages})
 
 
 def test_a_call_or_a_result_that_the_template_drops_is_refused(tokenizer):
@@ -307,17 +338,18 @@ def test_a_call_or_a_result_that_the_template_drops_is_refused(tokenizer):
         reply("I add.", tool_calls=[call("add", a=2)]),
         {"role": "tool", "content": "3"},
     ]
-    assert "tool_calls" in catch_message(
-        chat_template.encode_chat, with_template(tokenizer, PLAIN), prompt
+    plain_tokenizer = copy_with_template(tokenizer, PLAIN_TEMPLATE)
+    assert "tool_calls" in catch_message(chat_template.encode_chat, plain_tokenizer, prompt)
+
+    chat_template.encode_chat(copy_with_template(tokenizer, TEMPLATE_WITH_CALLS), prompt)
+
+    template_without_results = TEMPLATE_WITH_CALLS.replace(
+        "for m in messages", "for m in messages if m.role != 'tool'"
     )
-    shown = PLAIN.replace(
-        "+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')"
+    message = catch_message(
+        chat_template.encode_chat, copy_with_template(tokenizer, template_without_results), prompt
     )
-    chat_template.encode_chat(with_template(tokenizer, shown), prompt)
-    silent = shown.replace("for m in messages", "for m in messages if m.role != 'tool'")
-    assert "message 3, of role tool" in catch_message(
-        chat_template.encode_chat, with_template(tokenizer, silent), prompt
-    )
+    assert "message 3, of role tool" in message
 
 
 # ---- layouts
@@ -362,37 +394,41 @@ def turns(*pairs):
         ),
     ],
 )
-def test_every_layout_of_a_conversation_is_read_alike_to_learn_from_and_to_reward(row, roles):
-    talk = chats.read_conversation_example(row)
-    messages = talk["prompt"] + talk["completion"]
-    assert [message["role"] for message in messages] == roles and messages[-1] == reply("Ho")
+def test_supervised_learning_and_rewards_read_the_same_messages_from_every_layout(row, roles):
+    conversation = chats.read_conversation_example(row)
+    messages = conversation["prompt"] + conversation["completion"]
+    assert [message["role"] for message in messages] == roles
+    assert messages[-1] == reply("Ho")
+
     example = data.read_prompt_example(row)
-    assert example["prompt"] == messages[:-1] and example["answer"] == "Ho"
+    assert example["prompt"] == messages[:-1]
+    assert example["answer"] == "Ho"
 
 
-def test_a_prompt_takes_calls_results_and_replies_without_content(tokenizer):
-    asked = [
+def test_a_prompt_may_hold_calls_results_and_replies_without_content(tokenizer):
+    messages = [
         USER,
         reply(None, tool_calls=[call("add", a=2)]),
         {"role": "tool", "content": {"sum": 4}},
     ]
-    prompt = data.read_prompt_example({"prompt": asked, "answer": "4"})["prompt"]
-    assert prompt[1]["tool_calls"] == [call("add", a=2)] and prompt[2]["content"] == '{"sum": 4}'
-    template = PLAIN.replace(
-        "+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')"
-    )
-    text = tokenizer.decode(chat_template.encode_chat(with_template(tokenizer, template), prompt))
-    assert '{"sum": 4}' in text and '"add"' in text
+    prompt = data.read_prompt_example({"prompt": messages, "answer": "4"})["prompt"]
+    assert prompt[1]["tool_calls"] == [call("add", a=2)]
+    assert prompt[2]["content"] == '{"sum": 4}'
+
+    tokenizer_with_calls = copy_with_template(tokenizer, TEMPLATE_WITH_CALLS)
+    text = tokenizer.decode(chat_template.encode_chat(tokenizer_with_calls, prompt))
+    assert '{"sum": 4}' in text
+    assert '"add"' in text
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "widget"])
-def test_a_part_that_is_no_text_is_refused_by_its_type(kind):
-    prompt = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": kind}]}]
-    assert f"{kind!r}" in catch_message(data.read_prompt_example, {"prompt": prompt})
+@pytest.mark.parametrize("part_type", ["image_url", "input_audio", "widget"])
+def test_the_refusal_of_a_message_part_that_is_not_text_names_its_type(part_type):
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": part_type}]}]
+    assert f"{part_type!r}" in catch_message(data.read_prompt_example, {"prompt": prompt})
 
 
 @pytest.mark.parametrize(
-    ("last", "answer"),
+    ("last_reply", "answer"),
     [
         (reply("<think>\nx\n</think>\n\n4"), "4"),
         (reply("4", reasoning_content="x"), "4"),
@@ -401,12 +437,13 @@ def test_a_part_that_is_no_text_is_refused_by_its_type(kind):
         (reply("<think>x</think>"), None),
     ],
 )
-def test_the_last_reply_without_its_thought_is_the_answer_and_a_call_is_none(
-    last, answer, tmp_path
+def test_the_text_of_the_last_reply_is_the_answer_but_a_thought_or_a_call_is_not(
+    last_reply, answer, tmp_path
 ):
     notes: list[str] = []
-    path = write_log(tmp_path / "a.jsonl", [{"messages": [USER, last]}])
-    assert data.load_data(path, notes=notes)[0]["answer"] == answer
+    path = write_log(tmp_path / "a.jsonl", [{"messages": [USER, last_reply]}])
+    (example,) = data.load_data(path, notes=notes)
+    assert example["answer"] == answer
     assert ("no answer" in "".join(notes)) == (answer is None)
 
 
@@ -428,22 +465,22 @@ def test_the_last_reply_without_its_thought_is_the_answer_and_a_call_is_none(
         ({"instruction": "I", "input": "J"}, "prompt=instruction", "I"),
     ],
 )
-def test_alpaca_s_input_joins_the_prompt_where_no_other_column_takes_it(
+def test_the_input_column_of_alpaca_joins_the_prompt_unless_columns_names_it(
     row, columns, prompt, tmp_path
 ):
     notes: list[str] = []
     (example,) = data.load_data(write_log(tmp_path / "a.jsonl", [row]), columns, notes=notes)
-    assert example["prompt"] == prompt and bool(notes) == ("J" in prompt)
+    assert example["prompt"] == prompt
+    assert bool(notes) == ("J" in prompt)
 
 
-# ---- what nobody reads
+# ---- columns that nothing reads
 
 
-def settings_of(*words):
-    flags = settings_from_flags(
-        parse_flags(["--model", "demo", "--task", "own", "--eval-every", "0", *map(str, words)])
-    )
-    return sources.resolve_settings(flags, None, None, lambda name: (name, "asked"))[0]
+def resolve_own_task_settings(*flags):
+    args = parse_flags(["--model", "demo", "--task", "own", "--eval-every", "0", *flags])
+    settings = settings_from_flags(args)
+    return sources.resolve_settings(settings, None, None, lambda name: (name, "asked"))[0]
 
 
 REWARDS = """
@@ -460,7 +497,7 @@ def of_none(completions, **_):
     ("reward", "unread"),
     [("by_name", ["table", "system_prompt"]), ("by_all", []), ("of_none", ["context", "table"])],
 )
-def test_one_line_names_the_columns_of_text_that_nothing_reads(reward, unread, tmp_path):
+def test_one_line_names_the_text_columns_that_nothing_reads(reward, unread, tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
     row = {
         "question": "Q?",
@@ -470,46 +507,41 @@ def test_one_line_names_the_columns_of_text_that_nothing_reads(reward, unread, t
         "system_prompt": "s",
     }
     path = write_log(tmp_path / "a.jsonl", [row | {"question": f"Q{n}?"} for n in range(4)])
-    words = [
-        "--data",
-        path,
-        "--columns",
-        "prompt=question",
-        "--reward",
-        f"{tmp_path}/mine.py:{reward}",
-    ]
-    lines = [line for line in tasks.make_task(settings_of(*words)).notes if "reads" in line]
+    reward_spec = f"{tmp_path}/mine.py:{reward}"
+    settings = resolve_own_task_settings(
+        "--data", path, "--columns", "prompt=question", "--reward", reward_spec
+    )
+    lines = [line for line in tasks.make_task(settings).notes if "reads" in line]
+
     assert len(lines) == bool(unread)
     for line in lines:
-        assert (
-            all(name in line for name in unread) and "number" not in line and "question" not in line
-        )
+        assert all(name in line for name in unread)
+        assert "number" not in line
+        assert "question" not in line
         assert "--columns system=system_prompt" in line
 
 
-def test_columns_that_no_conversation_takes_are_named(tmp_path):
-    path = write_log(
-        tmp_path / "a.jsonl",
-        [{"prompt": f"{n}", "completion": "x", "reasoning": "y"} for n in range(4)],
-    )
-    assert "reasoning" in chats.load_conversations(path, None)[2][0]
+def test_a_note_names_the_columns_that_conversations_ignore(tmp_path):
+    rows = [{"prompt": f"{n}", "completion": "x", "reasoning": "y"} for n in range(4)]
+    notes = chats.load_conversations(write_log(tmp_path / "a.jsonl", rows), None)[2]
+    assert "reasoning" in notes[0]
 
 
-def test_a_prompt_beside_a_conversation_is_told_where_it_is_another(tmp_path):
+def test_a_note_counts_the_prompts_that_differ_from_the_conversation_in_their_row(tmp_path):
     rows = [{"prompt": USER["content"], "messages": [USER, reply("Three.")]}] * 4
-    assert not chats.load_conversations(write_log(tmp_path / "a.jsonl", rows), None)[2]
+    notes = chats.load_conversations(write_log(tmp_path / "a.jsonl", rows), None)[2]
+    assert not notes
+
     rows[0] = rows[0] | {"prompt": "What else?"}
-    assert (
-        "1 rows have a prompt"
-        in chats.load_conversations(write_log(tmp_path / "b.jsonl", rows), None)[2][0]
-    )
+    notes = chats.load_conversations(write_log(tmp_path / "b.jsonl", rows), None)[2]
+    assert "1 rows have a prompt" in notes[0]
 
 
 # ---- several answers
 
 
 @pytest.mark.parametrize(
-    ("answer", "read"),
+    ("answer", "expected"),
     [
         (["NYC", "New York"], ["NYC", "New York"]),
         ([1, 2.5, 1], ["1", "2.5"]),
@@ -521,8 +553,8 @@ def test_a_prompt_beside_a_conversation_is_told_where_it_is_another(tmp_path):
         ("NYC | New York", "NYC | New York"),
     ],
 )
-def test_an_answer_of_several_texts_is_a_list_of_them(answer, read):
-    assert data.read_answer(answer) == read
+def test_an_answer_of_several_texts_is_read_as_a_list(answer, expected):
+    assert data.read_answer(answer) == expected
 
 
 @pytest.mark.parametrize("answer", [["A", "C"], [True], [["x"]], ["x", None], [{"a": 1}]])
@@ -530,28 +562,29 @@ def test_a_list_that_may_mean_something_else_is_refused(answer):
     assert f"answer {answer!r}" in catch_message(data.read_answer, answer)
 
 
-def test_a_prompt_with_several_answers_and_a_list_in_a_text_are_told(tmp_path):
+def test_notes_name_a_list_in_a_text_and_a_prompt_with_different_answers(tmp_path):
     notes: list[str] = []
-    rows = [("a", "1"), ("a", "2"), ("b", "1"), ("b", "1"), ("c", '["NYC", "New York"]')]
-    path = write_log(
-        tmp_path / "a.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in rows]
-    )
-    data.load_data(path, notes=notes)
-    assert "NYC" in notes[0] and "different answers" in notes[1] and "'a'" in notes[1]
+    pairs = [("a", "1"), ("a", "2"), ("b", "1"), ("b", "1"), ("c", '["NYC", "New York"]')]
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
+    data.load_data(write_log(tmp_path / "a.jsonl", rows), notes=notes)
+    assert "NYC" in notes[0]
+    assert "different answers" in notes[1]
+    assert "'a'" in notes[1]
+
     notes.clear()
     rows = [{"prompt": "a", "answer": n, "system": f"by {n}"} for n in range(2)]
     data.load_data(write_log(tmp_path / "b.jsonl", rows), notes=notes)
     assert not notes
 
 
-# ---- files that are something else
+# ---- files whose content does not fit their name
 
 LINES = '{"prompt": "a"}\n{"prompt": "b"}\n'
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 3\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "expected_text"),
     [
         ("rows.jsonl.txt", LINES.encode(), ".jsonl"),
         ("rows.txt", b'[\n{"prompt": "a"}]', ".json"),
@@ -569,15 +602,16 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 3\n"
         ("rows.txt", b"<!DOCTYPE html><html></html>", "web page"),
     ],
 )
-def test_a_file_that_is_something_else_than_its_name_says_is_refused_by_what_it_is(
-    name, content, said, tmp_path
+def test_the_refusal_of_a_file_that_does_not_fit_its_name_says_what_the_file_is(
+    name, content, expected_text, tmp_path
 ):
     (tmp_path / name).write_bytes(content)
-    text = catch_message(data.load_data, str(tmp_path / name))
-    assert said in text and name in text
+    message = catch_message(data.load_data, str(tmp_path / name))
+    assert expected_text in message
+    assert name in message
 
 
-def test_one_list_in_a_file_of_json_lines_is_read(tmp_path):
+def test_a_json_list_in_a_jsonl_file_is_read(tmp_path):
     (tmp_path / "a.jsonl").write_text('[{"prompt": "a"},\n{"prompt": "b"}]\n')
     assert [row["prompt"] for row in data.load_data(str(tmp_path / "a.jsonl"))] == ["a", "b"]
 
@@ -587,46 +621,45 @@ def test_prompts_in_a_text_file_may_hold_braces_and_commas(tmp_path):
     assert len(data.load_data(str(tmp_path / "a.txt"))) == 2
 
 
-# ---- sides of data that grow
+# ---- the split of data that grow
 
 
-@pytest.mark.parametrize("after", [101, 110, 150, 400])
-def test_a_run_keeps_its_sides_when_its_data_grow(after, tmp_path):
-    rows = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(after)]
+@pytest.mark.parametrize("num_rows", [101, 110, 150, 400])
+def test_a_run_keeps_its_held_out_prompts_when_its_data_grow(num_rows, tmp_path):
+    rows = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(num_rows)]
     path = write_log(tmp_path / "a.jsonl", rows[:100])
-    train_before, held_out, _ = load_training_and_held_out(path, None)
-    tasks.record_held_out_keys_once(tmp_path, held_out)
+    train_before, held_out_before, _ = load_training_and_held_out(path, None)
+    tasks.record_held_out_keys_once(tmp_path, held_out_before)
+
     write_log(tmp_path / "a.jsonl", rows)
-    train_after, test, notes = load_training_and_held_out(
+    train_after, held_out_after, notes = load_training_and_held_out(
         path, None, held_out_keys=tasks.read_held_out_keys(tmp_path)
     )
-    assert test == held_out and len(train_after) == after - 10
-    assert {row["prompt"] for row in train_before} <= {row["prompt"] for row in train_after}
-    fresh = load_training_and_held_out(path, None)[1]
-    assert ("keeps its 10 held-out prompts" in "".join(notes)) == (fresh != held_out)
+    assert held_out_after == held_out_before
+    assert len(train_after) == num_rows - 10
+    train_prompts_before = {row["prompt"] for row in train_before}
+    assert train_prompts_before <= {row["prompt"] for row in train_after}
+
+    held_out_of_new_run = load_training_and_held_out(path, None)[1]
+    is_other_split = held_out_of_new_run != held_out_before
+    assert ("keeps its 10 held-out prompts" in "".join(notes)) == is_other_split
 
 
-def test_a_resumed_run_of_grown_data_evaluates_what_it_held_out(tmp_path, monkeypatch):
+def test_a_run_resumed_on_grown_data_evaluates_the_same_held_out_prompts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(150)]
-    path, how = (
-        write_log(tmp_path / "a.jsonl", rows[:100]),
-        {"batch": 2, "groups": 2, "max_tokens": 4},
-    )
-    list(
-        train.Trainer.start(
-            model="demo", task="own", data=path, steps=1, run_dir="run", **how
-        ).steps()
-    )
+    path = write_log(tmp_path / "a.jsonl", rows[:100])
+    settings = {"model": "demo", "task": "own", "batch": 2, "groups": 2, "max_tokens": 4}
+    run = train.Trainer.start(data=path, steps=1, run_dir="run", **settings)
+    list(run.steps())
+
     write_log(tmp_path / "a.jsonl", rows)
-    resumed = train.Trainer.resume("run", steps=2, allow_changes=True)
-    list(resumed.steps())
-    sides = [
-        {
-            line["prompt"]
-            for line in read_log(tmp_path / "run" / "eval_answers.jsonl")
-            if line["step"] == step
-        }
-        for step in (0, 2)
-    ]
-    assert len(sides[0]) == 10 and sides[0] == sides[1]
+    resumed_run = train.Trainer.resume("run", steps=2, allow_changes=True)
+    list(resumed_run.steps())
+
+    prompts_by_step = {0: set(), 2: set()}
+    for record in read_log(tmp_path / "run" / "eval_answers.jsonl"):
+        if record["step"] in prompts_by_step:
+            prompts_by_step[record["step"]].add(record["prompt"])
+    assert len(prompts_by_step[0]) == 10
+    assert prompts_by_step[0] == prompts_by_step[2]

@@ -1,4 +1,4 @@
-"""A user's own loss and advantage: what they get, that they train, and what is told of bad ones."""
+"""A user's own loss and advantage get the tokens, train the model, and are refused if they are wrong."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from settings import sources
 from step import loss_trial, objectives
 from step.batch import make_batches
 
-MINE = '''
+OWN_FUNCTIONS = '''
 import grpo
 import mlx.core as mx
 
@@ -63,56 +63,62 @@ def fails(rewards): return rewards / "1"
 
 
 @pytest.fixture
-def mine(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
+def own_file(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_FUNCTIONS)
     return str(tmp_path / "mine.py")
+
+
+def load_own_loss(spec, **settings):
+    config = Config.from_flags(loss_type=spec, **settings)
+    return objectives.load_and_try_custom_objective(config)
 
 
 def train_two_steps(tmp_path, name, *flags):
     run = tmp_path / name
-    flags_of_all = "--task demo --eval-every 0 --steps 2 --judge-chunk-size 64".split()
-    train.main([*SMALL_FLAGS, *flags_of_all, *flags, "--run-dir", str(run)])
+    common_flags = "--task demo --eval-every 0 --steps 2 --judge-chunk-size 64".split()
+    train.main([*SMALL_FLAGS, *common_flags, *flags, "--run-dir", str(run)])
     records = read_log(run / "metrics.jsonl")
     return [(record["loss"], record["grad_norm"], record["reward/mean"]) for record in records]
 
 
 @pytest.mark.slow
-def test_an_own_loss_or_advantage_that_equals_ours_trains_the_same(tmp_path, mine):
-    ours = train_two_steps(tmp_path, "ours")
-    loss = train_two_steps(tmp_path, "loss", "--loss", f"{mine}:dapo_again")
-    both = train_two_steps(
-        tmp_path, "both", "--loss-type", f"{mine}:dapo_again", "--advantage", f"{mine}:group_again"
-    )
-    assert loss == both
-    np.testing.assert_allclose(
-        ours, loss, rtol=1e-4
-    )  # ours may be computed from the logits by tiles
-    other = train_two_steps(tmp_path, "other", "--loss", f"{mine}:reinforce")
-    assert other[0][2] == ours[0][2] and other[0][0] != ours[0][0]
+def test_an_own_loss_or_advantage_equal_to_a_built_in_one_trains_the_same(tmp_path, own_file):
+    loss_flags = ("--loss-type", f"{own_file}:dapo_again")
+    advantage_flags = ("--advantage", f"{own_file}:group_again")
+    figures = train_two_steps(tmp_path, "built_in")
+    figures_of_loss = train_two_steps(tmp_path, "loss", "--loss", f"{own_file}:dapo_again")
+    figures_of_both = train_two_steps(tmp_path, "both", *loss_flags, *advantage_flags)
+    assert figures_of_loss == figures_of_both
+    # The built-in loss may be computed from tiles of the logits.
+    np.testing.assert_allclose(figures, figures_of_loss, rtol=1e-4)
+
+    other_figures = train_two_steps(tmp_path, "other", "--loss", f"{own_file}:reinforce")
+    other_loss, _, other_reward = other_figures[0]
+    loss, _, reward = figures[0]
+    assert other_reward == reward
+    assert other_loss != loss
 
 
-def test_an_own_loss_sees_the_tokens_and_the_settings_of_the_run(tmp_path):
+def test_an_own_loss_gets_the_tokens_and_the_settings_of_the_run(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "import grpo\nseen = []\n"
-        "def look(tokens, objective):\n"
-        "    seen.append((tokens, objective))\n"
+        "import grpo\ncalls = []\n"
+        "def record_call(tokens, objective):\n"
+        "    calls.append((tokens, objective))\n"
         "    return grpo.Loss((tokens.logprobs * tokens.mask).sum(), {})\n"
     )
-    config = Config.from_flags(
-        loss_type=f"{tmp_path}/mine.py:look", beta=0.1, epsilon=0.3, max_tokens=7
-    )
-    tokens, objective = objectives.load_and_try_custom_objective(config).loss.__globals__["seen"][0]
+    spec = f"{tmp_path}/mine.py:record_call"
+    loss = load_own_loss(spec, beta=0.1, epsilon=0.3, max_tokens=7).loss
+    tokens, objective = loss.__globals__["calls"][0]
     assert (objective.beta, objective.epsilon, objective.max_tokens) == (0.1, 0.3, 7)
-    assert (
-        tokens.ref_logprobs is not None and tokens.num_items == 5 and tokens.mask.sum().item() == 5
-    )
-    assert (
-        objectives.load_and_try_custom_objective(Config.from_flags())
-        == objectives.CustomObjective()
-    )
+    assert tokens.ref_logprobs is not None
+    assert tokens.num_items == 5
+    assert tokens.mask.sum().item() == 5
+
+    custom = objectives.load_and_try_custom_objective(Config.from_flags())
+    assert custom == objectives.CustomObjective()
 
 
-BAD = [
+BAD_FUNCTIONS = [
     ("loss", "raises", "raised AttributeError"),
     ("loss", "a_number", "returned 1.0; return grpo.Loss(value, sums)"),
     ("loss", "badly_named", "'my entropy'"),
@@ -133,55 +139,43 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("flag", "name", "words"), BAD, ids=[name for _, name, _ in BAD])
-def test_a_bad_loss_or_advantage_is_one_line_before_a_model_is_loaded(
-    mine, flag, name, words, check_refusal
+@pytest.mark.parametrize(
+    ("flag", "name", "expected_text"), BAD_FUNCTIONS, ids=[name for _, name, _ in BAD_FUNCTIONS]
+)
+def test_the_refusal_of_a_bad_loss_or_advantage_is_one_line(
+    own_file, flag, name, expected_text, check_refusal
 ):
-    line = check_refusal(
-        train.main,
-        [*SMALL_FLAGS, "--task", "demo", f"--{flag}", f"{mine}:{name}"],
-        re.escape(words),
-    )
-    assert f"{mine}:{name}" in line
+    flags = [*SMALL_FLAGS, "--task", "demo", f"--{flag}", f"{own_file}:{name}"]
+    line = check_refusal(train.main, flags, re.escape(expected_text))
+    assert f"{own_file}:{name}" in line
 
 
-def test_a_loss_may_ignore_advantages_and_count_in_whole_numbers(mine, tmp_path):
-    forget = "def forget(t, _): return grpo.Loss((t.logprobs * t.mask).sum(), {})\n"
-    (tmp_path / "plain.py").write_text(f"import grpo\n\n{forget}")
-    for spec in (f"{mine}:counted", f"{tmp_path}/plain.py:forget"):
-        assert (
-            objectives.load_and_try_custom_objective(Config.from_flags(loss_type=spec)).loss
-            is not None
-        )
+def test_a_loss_may_ignore_advantages_and_return_integer_sums(own_file, tmp_path):
+    loss = "def forget(t, _): return grpo.Loss((t.logprobs * t.mask).sum(), {})\n"
+    (tmp_path / "plain.py").write_text(f"import grpo\n\n{loss}")
+    assert load_own_loss(f"{own_file}:counted").loss is not None
+    assert load_own_loss(f"{tmp_path}/plain.py:forget").loss is not None
 
 
-def test_an_own_loss_is_checked_like_a_word_of_ours():
-    with pytest.raises(
-        ValueError, match=r"'dapoo'; it must be one of grpo, .*,? (or )?FILE\.py:function"
-    ):
-        sources.resolve_settings(
-            {"loss_type": "dapoo", "model": "demo"}, None, None, lambda name: (name, "")
-        )
+def test_the_refusal_of_an_unknown_loss_mentions_own_losses():
+    settings = {"loss_type": "dapoo", "model": "demo"}
+    pattern = r"'dapoo'; it must be one of grpo, .*,? (or )?FILE\.py:function"
+    with pytest.raises(ValueError, match=pattern):
+        sources.resolve_settings(settings, None, None, lambda name: (name, ""))
 
 
-def test_own_advantages_replace_ours_and_refuse_our_scaling(mine):
+def test_own_advantages_replace_the_built_in_ones_and_allow_no_scaling(own_file):
+    spec = f"{own_file}:of_one"
+    custom = objectives.load_and_try_custom_objective(Config.from_flags(advantage=spec))
     rewards = np.array([[1.0, 3.0], [2.0, 2.0]])
-    config = Config.from_flags(advantage=f"{mine}:of_one")
-    assert objectives.load_and_try_custom_objective(config).advantage(rewards).tolist() == [
-        [0.0, 2.0],
-        [0.0, 0.0],
-    ]
-    flags = {
-        "advantage": f"{mine}:of_one",
-        "scale_rewards": "none",
-        "model": "demo",
-        "task": "demo",
-    }
+    assert custom.advantage(rewards).tolist() == [[0.0, 2.0], [0.0, 0.0]]
+
+    settings = {"advantage": spec, "scale_rewards": "none", "model": "demo", "task": "demo"}
     with pytest.raises(ValueError, match="--scale-rewards none is for built-in advantages"):
-        sources.resolve_settings(flags, None, None, lambda name: (name, ""))
+        sources.resolve_settings(settings, None, None, lambda name: (name, ""))
 
 
-USES = """
+LOSSES_BY_INPUT = """
 import grpo
 import mlx.core as mx
 
@@ -207,7 +201,7 @@ def ratio(tokens, objective):
 def with_coefficient(tokens, objective):
     return mean(-tokens.logprobs * tokens.advantages - objective.entropy_coef * tokens.entropies, tokens)
 """
-SAID = {
+EXPECTED_TEXTS = {
     "bonus": [
         "a gradient through tokens.logprobs and tokens.entropies.",
         "It depends on tokens.advantages.",
@@ -229,37 +223,37 @@ SAID = {
 
 
 @pytest.fixture
-def uses(tmp_path):
-    (tmp_path / "uses.py").write_text(USES)
+def losses_file(tmp_path):
+    (tmp_path / "uses.py").write_text(LOSSES_BY_INPUT)
     return f"{tmp_path}/uses.py"
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_the_trial_of_a_loss_says_through_what_it_trains_and_what_it_ignores(uses, name):
-    config = Config.from_flags(loss_type=f"{uses}:{name}")
-    (note,) = objectives.load_and_try_custom_objective(config).notes
-    for words in SAID[name]:
-        assert words in note
-    assert f"{uses}:{name}" in note and "\n" not in note
+@pytest.mark.parametrize("name", EXPECTED_TEXTS)
+def test_the_trial_of_a_loss_names_the_inputs_that_train_and_the_ignored_ones(losses_file, name):
+    (note,) = load_own_loss(f"{losses_file}:{name}").notes
+    for expected_text in EXPECTED_TEXTS[name]:
+        assert expected_text in note
+    assert f"{losses_file}:{name}" in note
+    assert "\n" not in note
 
 
-def test_a_reference_that_a_loss_ignores_is_named(uses):
-    config = Config.from_flags(loss_type=f"{uses}:bonus", beta=0.1)
-    (note,) = objectives.load_and_try_custom_objective(config).notes
+def test_the_trial_names_reference_logprobs_that_a_loss_ignores(losses_file):
+    (note,) = load_own_loss(f"{losses_file}:bonus", beta=0.1).notes
     assert "It ignores tokens.old_logprobs, tokens.ref_logprobs and tokens.sampled_logprobs" in note
 
 
-def test_an_entropy_coefficient_that_an_own_loss_ignores_is_refused(uses):
-    config = Config.from_flags(loss_type=f"{uses}:with_coefficient", entropy_coef=0.01)
-    assert objectives.load_and_try_custom_objective(config).loss is not None
-    config = Config.from_flags(loss_type=f"{uses}:bonus", entropy_coef=0.02)
+def test_an_entropy_coefficient_that_an_own_loss_ignores_is_refused(losses_file):
+    custom = load_own_loss(f"{losses_file}:with_coefficient", entropy_coef=0.01)
+    assert custom.loss is not None
     with pytest.raises(ValueError, match=r"--entropy-coef 0\.02 has no effect"):
-        objectives.load_and_try_custom_objective(config)
+        load_own_loss(f"{losses_file}:bonus", entropy_coef=0.02)
 
 
 @pytest.mark.slow
-def test_a_run_prints_what_its_own_loss_uses_and_trains_the_entropies_in_it(tmp_path, uses, capsys):
-    run = make_run(tmp_path, "--loss-type", f"{uses}:only_entropies")
+def test_a_run_prints_the_inputs_of_an_own_loss_and_trains_through_entropies(
+    tmp_path, losses_file, capsys
+):
+    run = make_run(tmp_path, "--loss-type", f"{losses_file}:only_entropies")
     assert "a gradient through tokens.entropies." in capsys.readouterr().out
     update_once(run)
     batches = make_batches(sample_first_prompts(run), 1024)
@@ -296,20 +290,18 @@ def mean_of_micro_batch(tokens, objective):
 
 
 @pytest.mark.parametrize("name", ["quantile_of_rows", "whitened"])
-def test_a_statistic_over_a_micro_batch_s_rows_is_refused_with_the_place_for_it(tmp_path, name):
+def test_the_refusal_of_a_statistic_over_a_micro_batch_names_the_advantage_flag(tmp_path, name):
     (tmp_path / "own.py").write_text(STATISTICS)
-    config = Config.from_flags(loss_type=f"{tmp_path}/own.py:{name}")
     with pytest.raises(ValueError, match="micro-batch") as refusal:
-        objectives.load_and_try_custom_objective(config)
+        load_own_loss(f"{tmp_path}/own.py:{name}")
     assert "--advantage FILE.py:function" in str(refusal.value)
-    assert "num_items" not in str(refusal.value)  # the cure of another mistake
+    assert "num_items" not in str(refusal.value)  # the advice about another mistake
 
 
-def test_a_division_by_the_micro_batch_is_refused_with_its_own_cure(tmp_path):
+def test_the_refusal_of_a_division_by_the_micro_batch_names_num_items(tmp_path):
     (tmp_path / "own.py").write_text(STATISTICS)
-    config = Config.from_flags(loss_type=f"{tmp_path}/own.py:mean_of_micro_batch")
     with pytest.raises(ValueError, match=r"divide by tokens\.num_items") as refusal:
-        objectives.load_and_try_custom_objective(config)
+        load_own_loss(f"{tmp_path}/own.py:mean_of_micro_batch")
     assert "--advantage" not in str(refusal.value)
 
 
@@ -337,41 +329,39 @@ def per_row_mean(tokens, objective):
         ("divided_twice", "from 0.195 to 0.0975 "),
     ],
 )
-def test_a_loss_that_changes_with_the_number_of_rows_is_told_before_the_first_step(
-    tmp_path, name, values
-):
+def test_a_note_reports_a_loss_that_changes_with_the_number_of_rows(tmp_path, name, values):
     (tmp_path / "own.py").write_text(DIVISORS)
-    config = Config.from_flags(loss_type=f"{tmp_path}/own.py:{name}")
-    _, note = objectives.load_and_try_custom_objective(config).notes
+    _, note = load_own_loss(f"{tmp_path}/own.py:{name}").notes
     assert note.startswith(f"--loss-type {tmp_path}/own.py:{name} ({tmp_path}/own.py:")
-    assert "\n" not in note and f"the loss changes {values}if every row occurs twice" in note
+    assert "\n" not in note
+    assert f"the loss changes {values}if every row occurs twice" in note
     assert "so its size depends on --batch and --groups" in note
-    assert "divide the sum over the tokens by tokens.num_items" in note and "num_rows" in note
+    assert "divide the sum over the tokens by tokens.num_items" in note
+    assert "num_rows" in note
 
 
 @pytest.mark.parametrize("name", ["per_row", "per_row_mean"])
-def test_a_loss_with_one_of_the_divisors_is_not_told_off(tmp_path, name):
+def test_no_note_criticizes_a_loss_with_one_of_the_right_divisors(tmp_path, name):
     (tmp_path / "own.py").write_text(DIVISORS)
-    config = Config.from_flags(loss_type=f"{tmp_path}/own.py:{name}")
-    assert len(objectives.load_and_try_custom_objective(config).notes) == 1
+    assert len(load_own_loss(f"{tmp_path}/own.py:{name}").notes) == 1
 
 
 @pytest.mark.parametrize("name", sorted(grpo.LOSSES.keys() - {"sft", "distill"}))
-def test_no_loss_of_ours_changes_with_the_number_of_rows(name):
+def test_no_built_in_loss_changes_with_the_number_of_rows(name):
     objective = grpo.Objective(loss_type=name, beta=0.1, max_tokens=6, epsilon_high=5.0)
     tokens = loss_trial.make_random_tokens(0, has_reference=True)
-    twice = loss_trial.repeat_rows(tokens)
-    once = grpo.LOSSES[name](tokens, objective).value.item()
-    assert grpo.LOSSES[name](twice, objective).value.item() == pytest.approx(once, rel=1e-4)
+    value = grpo.LOSSES[name](tokens, objective).value.item()
+    repeated_tokens = loss_trial.repeat_rows(tokens)
+    value_of_repeated = grpo.LOSSES[name](repeated_tokens, objective).value.item()
+    assert value_of_repeated == pytest.approx(value, rel=1e-4)
 
 
 def test_a_statistic_within_a_row_is_allowed(tmp_path):
     (tmp_path / "own.py").write_text(STATISTICS)
-    config = Config.from_flags(loss_type=f"{tmp_path}/own.py:quantile_within_row")
-    assert objectives.load_and_try_custom_objective(config).loss is not None
+    assert load_own_loss(f"{tmp_path}/own.py:quantile_within_row").loss is not None
 
 
-LOGS = """
+LOSS_WITH_SUMS = """
 import grpo
 import mlx.core as mx
 
@@ -389,18 +379,22 @@ def logging(tokens, objective):
 @pytest.mark.parametrize(
     "flags", [(), ("--mini-batches", "3", "--num-iterations", "2", "--train-token-budget", "60")]
 )
-def test_sums_of_an_own_loss_are_means_in_the_metrics_and_curves_on_the_page(tmp_path, flags):
-    (tmp_path / "own.py").write_text(LOGS)
-    own = ("--loss-type", f"{tmp_path}/own.py:logging", "--steps", "2", "--eval-every", "0")
-    run = make_run(tmp_path, *own, *flags)
+def test_sums_of_an_own_loss_become_means_in_the_metrics_and_curves_on_the_page(tmp_path, flags):
+    (tmp_path / "own.py").write_text(LOSS_WITH_SUMS)
+    own_flags = ("--loss-type", f"{tmp_path}/own.py:logging", "--steps", "2", "--eval-every", "0")
+    run = make_run(tmp_path, *own_flags, *flags)
     list(train.train(run))
+
     for record in run.journal.metrics.read():
         assert record["loss/ones"] == pytest.approx(1, rel=1e-5)
         assert record["loss/entropy"] == pytest.approx(record["entropy"], rel=1e-5)
         assert record["loss/logprob_max"] <= 0  # a maximum of negative numbers
         assert record["loss/logprob_max"] < 0 or record["entropy"] < 1
-        assert "clip_frac" in record and "loss/clip_frac" not in record
+        assert "clip_frac" in record
+        assert "loss/clip_frac" not in record
+
     (run.dir / "config.yaml").write_text(json.dumps(run.config.to_flags(run.sizes)))
-    drawn = charts.make_charts(seeds.load_seed_groups([run.dir]))
-    (chart,) = [chart for chart in drawn if chart["title"] == "Logged by the loss"]
-    assert {"entropy", "ones", "logprob_max"} <= {curve["label"] for curve in chart["series"]}
+    all_charts = charts.make_charts(seeds.load_seed_groups([run.dir]))
+    (chart,) = [chart for chart in all_charts if chart["title"] == "Logged by the loss"]
+    labels = {curve["label"] for curve in chart["series"]}
+    assert {"entropy", "ones", "logprob_max"} <= labels

@@ -1,4 +1,4 @@
-"""Messages name commands that fit the way in which the user started the program."""
+"""Messages advise commands that fit the way in which the user started the program."""
 
 import json
 import sys
@@ -10,27 +10,25 @@ from text import commands
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """An installed Gwen; the function writes the receipt that `uv tool install` leaves."""
+def write_receipt(tmp_path, monkeypatch):
+    """Make Gwen an installed program. Returns a function that writes the receipt of `uv tool install`."""
     monkeypatch.setattr(commands, "HOME", tmp_path / "lib" / "site-packages")
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
 
     def write_receipt(requirement):
-        text = (
-            f'[tool]\nrequirements = [{{ name = "other" }}, {{ name = "gwen", {requirement} }}]\n'
-        )
-        (tmp_path / "uv-receipt.toml").write_text(text)
+        requirements = f'[{{ name = "other" }}, {{ name = "gwen", {requirement} }}]'
+        (tmp_path / "uv-receipt.toml").write_text(f"[tool]\nrequirements = {requirements}\n")
 
     return write_receipt
 
 
-def test_in_a_checkout_a_missing_extra_is_added_to_uv_run():
+def test_in_a_checkout_the_advice_adds_a_missing_extra_to_uv_run():
     advice = commands.advice_to_install_extra("smollm")
     assert advice == "begin the command with: uv run --extra smollm"
 
 
-def test_an_installed_gwen_is_installed_again_with_all_its_extras(installed):
-    installed('extras = ["gguf", "wandb"], directory = "/my code/gwen"')
+def test_the_advice_is_to_reinstall_an_installed_gwen_with_all_extras(write_receipt):
+    write_receipt('extras = ["gguf", "wandb"], directory = "/my code/gwen"')
     assert commands.command_prefix() == "gwen train"
     assert commands.advice_to_install_extra("smollm") == (
         "install Gwen again with: uv tool install --overrides '/my code/gwen/deploy/overrides.txt' "
@@ -38,18 +36,18 @@ def test_an_installed_gwen_is_installed_again_with_all_its_extras(installed):
     )
 
 
-def test_an_installed_gwen_of_unknown_origin_is_installed_again_from_a_checkout(installed):
+def test_the_advice_is_to_reinstall_a_gwen_of_unknown_origin_from_a_checkout(write_receipt):
     advice = (
         "go to the checkout of Gwen and install it again with: "
         "uv tool install --overrides deploy/overrides.txt '.[smollm]'"
     )
     assert commands.advice_to_install_extra("smollm") == advice
-    installed('git = "https://example.org/gwen"')
+    write_receipt('git = "https://example.org/gwen"')
     assert commands.advice_to_install_extra("smollm") == advice
 
 
-def test_an_editable_installation_is_started_and_installed_as_gwen(
-    installed, monkeypatch, tmp_path
+def test_the_advice_for_an_editable_installation_names_the_program_gwen(
+    write_receipt, monkeypatch, tmp_path
 ):
     """The program `gwen` then runs the checkout, but `uv run --extra` does not reach it."""
     checkout = tmp_path / "checkout"
@@ -62,7 +60,7 @@ def test_an_editable_installation_is_started_and_installed_as_gwen(
     monkeypatch.setattr(commands.importlib.metadata, "distribution", lambda name: distribution)
     origin = {"url": checkout.as_uri(), "dir_info": {"editable": True}}
     distribution.read_text.return_value = json.dumps(origin)
-    installed(f'editable = "{checkout}"')
+    write_receipt(f'editable = "{checkout}"')
     assert not commands.is_run_from_checkout()
     assert commands.command_prefix("chat.py --chat") == "gwen chat"
     assert commands.advice_to_install_extra("gguf") == (

@@ -1,4 +1,4 @@
-"""The settings that cannot change the training are named before the first step."""
+"""A run names the settings that cannot change the training before the first step."""
 
 import mlx.core as mx
 import pytest
@@ -12,7 +12,7 @@ from step.effects import describe_settings_without_effect
 from tests.small_run import SMALL_FLAGS
 from tests.test_grpo import LOSSES
 
-OWN = """
+OWN_LOSSES = """
 import grpo
 
 def no_reference(tokens, objective):
@@ -39,12 +39,17 @@ def describe(**settings):
     return describe_settings_without_effect(Config.from_flags(**settings))
 
 
-def test_the_defaults_have_no_setting_without_effect():
+def read_console(capsys):
+    """The output since the last call, with all white space as single spaces."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_no_line_names_a_default_setting():
     assert describe() == []
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "expected_lines"),
     [
         ({"epsilon": 0.01}, [f"--epsilon 0.01 has no effect, {ONE_UPDATE}"]),
         (
@@ -65,8 +70,10 @@ def test_the_defaults_have_no_setting_without_effect():
     ],
     ids=str,
 )
-def test_with_one_update_per_rollout_a_line_names_what_has_no_effect(settings, expected):
-    assert describe(**settings) == expected
+def test_with_one_update_per_rollout_lines_name_the_settings_without_effect(
+    settings, expected_lines
+):
+    assert describe(**settings) == expected_lines
 
 
 @pytest.mark.parametrize("updates", [{"num_iterations": 2}, {"mini_batches": 2}], ids=str)
@@ -92,69 +99,80 @@ def test_a_bound_that_the_loss_never_reads_has_no_effect_in_any_update():
     assert line == "--epsilon 0.1 has no effect, because --loss-type cispo does not use it"
 
 
-def test_a_sequence_ratio_has_an_effect_where_turns_have_advantages_of_their_own():
+def test_a_sequence_ratio_has_an_effect_if_each_turn_has_an_advantage():
     assert describe(importance_sampling_level="sequence", env="world.py:World") == []
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_setting_is_called_ineffective_exactly_if_the_gradient_stays_the_same(loss):
-    """Every loss: with random tokens of another seed, at a ratio of 1 and far from it."""
-    for settings in ({"epsilon": 0.05}, {"epsilon_high": 1.5}):
-        for updates in (1, 2):
-            config = Config.from_flags(loss_type=loss, num_iterations=updates, **settings)
+def test_a_line_names_a_setting_exactly_if_the_gradient_without_it_is_the_same(loss):
+    """The random tokens differ from those of the product. The ratios are 1, or far from 1."""
+    logprobs = -mx.random.uniform(0.1, 2.0, (64, 5), key=mx.random.key(7))
+    shift = mx.random.uniform(-3.0, 3.0, (64, 5), key=mx.random.key(8))
+    advantages = mx.random.normal((64, 1), key=mx.random.key(9))
+    compute_loss = grpo.LOSSES[loss]
+    for name, value in (("epsilon", 0.05), ("epsilon_high", 1.5)):
+        flag = f"--{name.replace('_', '-')} "
+        settings = {name: value}
+        for num_updates in (1, 2):
+            config = Config.from_flags(loss_type=loss, num_iterations=num_updates, **settings)
             lines = describe_settings_without_effect(config)
-            name = next(iter(settings))
-            is_named = any(line.startswith(f"--{name.replace('_', '-')} ") for line in lines)
-            logprobs = -mx.random.uniform(0.1, 2.0, (64, 5), key=mx.random.key(7))
-            shift = mx.random.uniform(-3.0, 3.0, (64, 5), key=mx.random.key(8))
-            advantages = mx.random.normal((64, 1), key=mx.random.key(9))
-            old = logprobs - shift * (updates > 1)
-            tokens = grpo.Tokens(logprobs, old, advantages, mx.ones((64, 5)))
+            is_named = any(line.startswith(flag) for line in lines)
+
+            old_logprobs = logprobs if num_updates == 1 else logprobs - shift
+            tokens = grpo.Tokens(logprobs, old_logprobs, advantages, mx.ones((64, 5)))
             objective = grpo.Objective(loss_type=loss, max_tokens=5, **settings)
-            free = objective._replace(**{name: 1e9})
-            function = grpo.LOSSES[loss]
-            is_equal = effects.have_equal_gradients(function, objective, function, free, tokens)
-            assert is_named == is_equal, (settings, updates)
+            unbounded = objective._replace(**{name: 1e9})
+            is_equal = effects.have_equal_gradients(
+                compute_loss, objective, compute_loss, unbounded, tokens
+            )
+            assert is_named == is_equal, (settings, num_updates)
 
 
-def describe_own(tmp_path, name, **settings):
+def describe_with_own_loss(tmp_path, name, **settings):
     from step import objectives
 
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN_LOSSES)
     config = Config.from_flags(loss_type=f"{tmp_path}/own.py:{name}", **settings)
     custom = objectives.load_and_try_custom_objective(config)
     return describe_settings_without_effect(config, custom.loss)
 
 
-def test_a_reference_pass_that_an_own_loss_does_not_use_is_named(tmp_path):
-    (line,) = describe_own(tmp_path, "no_reference", beta=0.1)
-    assert line.startswith("--beta 0.1 ") and "reference" in line
-    assert "tokens.ref_logprobs" in line and line.endswith("--beta 0")
-    (line,) = describe_own(tmp_path, "measures_reference", beta=0.1)
-    assert line.startswith("--beta 0.1 ") and "metric" in line
-    assert describe_own(tmp_path, "uses_reference", beta=0.1) == []
-    assert describe_own(tmp_path, "no_reference") == []
+def test_a_line_names_beta_if_an_own_loss_does_not_use_the_reference(tmp_path):
+    (line,) = describe_with_own_loss(tmp_path, "no_reference", beta=0.1)
+    assert line.startswith("--beta 0.1 ")
+    assert "reference" in line
+    assert "tokens.ref_logprobs" in line
+    assert line.endswith("--beta 0")
+
+    (line,) = describe_with_own_loss(tmp_path, "measures_reference", beta=0.1)
+    assert line.startswith("--beta 0.1 ")
+    assert "metric" in line
+
+    assert describe_with_own_loss(tmp_path, "uses_reference", beta=0.1) == []
+    assert describe_with_own_loss(tmp_path, "no_reference") == []
 
 
-def test_the_lines_are_printed_at_the_start_and_by_preflight_and_recorded_once(tmp_path, capsys):
+def test_a_run_and_preflight_print_the_lines_and_the_run_records_them_once(tmp_path, capsys):
     run = tmp_path / "run"
     flags = [*SMALL_FLAGS, "--task", "demo", "--eval-every", "0", "--epsilon", "0.01"]
     train.main([*flags, "--steps", "1", "--run-dir", str(run)])
-    printed = " ".join(capsys.readouterr().out.split())
+    output = read_console(capsys)
     line = f"--epsilon 0.01 has no effect, {ONE_UPDATE}"
-    assert printed.index(line) < printed.index("step 1/1")
+    assert output.index(line) < output.index("step 1/1")
+
     train.main(["--resume", str(run), "--steps", "2"])
-    assert line in " ".join(capsys.readouterr().out.split())
+    assert line in read_console(capsys)
     assert (run / "warnings.jsonl").read_text().count("--epsilon 0.01 has no effect") == 1
     assert "--epsilon 0.01 has no effect" in (run / "report.html").read_text()
+
     preflight.main(flags)
-    assert line in " ".join(capsys.readouterr().out.split())
+    assert line in read_console(capsys)
 
 
 # ---- with a hook that may replay samples
 
 
-def test_with_a_hook_a_bound_is_ineffective_only_if_no_ratio_needs_it():
+def test_with_a_samples_hook_a_clip_bound_has_no_effect_only_if_the_loss_never_reads_it():
     for settings in ({"epsilon": 0.01}, {"loss_type": "cispo", "epsilon_high": 5.0}):
         config = Config.from_flags(**settings)
         assert describe_settings_without_effect(config, may_replay=True) == []
@@ -163,7 +181,7 @@ def test_with_a_hook_a_bound_is_ineffective_only_if_no_ratio_needs_it():
     assert line == "--epsilon 0.1 has no effect, because --loss-type sapo does not use it"
 
 
-def test_a_hook_is_known_when_the_lines_are_printed(tmp_path, capsys):
+def test_the_lines_of_a_run_with_a_samples_hook_mention_samples_of_earlier_steps(tmp_path, capsys):
     trainer = train.Trainer.start(
         model="demo",
         task="demo",
@@ -178,20 +196,22 @@ def test_a_hook_is_known_when_the_lines_are_printed(tmp_path, capsys):
     )
     trainer.on_samples = lambda run, samples: samples
     next(trainer.steps())
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "has no effect" not in printed and "trains exactly like" not in printed
+    output = read_console(capsys)
+    assert "has no effect" not in output
+    assert "trains exactly like" not in output
     assert (
         "--epsilon-high 5.0 and --loss-type cispo affect only samples of earlier steps that "
         "on_samples adds"
-    ) in printed
+    ) in output
     assert "without effect" not in (tmp_path / "run" / "warnings.jsonl").read_text()
+
     trainer.fit()
     assert "affect only samples" not in capsys.readouterr().out
 
 
-def test_without_a_hook_the_lines_are_the_same_from_python(tmp_path, capsys):
-    flags = dict(model="demo", task="demo", batch=2, groups=2, max_tokens=6, eval_every=0, steps=1)
-    train.Trainer.start(epsilon=0.01, run_dir=str(tmp_path / "run"), **flags).fit()
-    assert f"--epsilon 0.01 has no effect, {ONE_UPDATE}" in " ".join(
-        capsys.readouterr().out.split()
+def test_a_run_from_python_without_a_hook_prints_the_same_lines(tmp_path, capsys):
+    settings = dict(
+        model="demo", task="demo", batch=2, groups=2, max_tokens=6, eval_every=0, steps=1
     )
+    train.Trainer.start(epsilon=0.01, run_dir=str(tmp_path / "run"), **settings).fit()
+    assert f"--epsilon 0.01 has no effect, {ONE_UPDATE}" in read_console(capsys)

@@ -170,7 +170,7 @@ class ScriptedGrader(Grader):
 
 @pytest.mark.parametrize("length", [0, 2])
 def test_a_score_counts_only_readable_answers_and_a_line_counts_the_others(demo, length):
-    """The judge's scores of answers of an even length are readable, or none."""
+    """Length 2: the scores of answers of even length are readable. Length 0: no score is readable."""
 
     def score(text):
         is_readable = length and len(text) % length == 0
@@ -221,7 +221,7 @@ def test_a_witness_exposes_a_judge_that_gives_every_answer_the_highest_score(dem
 def test_the_interval_of_a_fraction_reaches_the_farther_end_of_the_wilson_interval(right, num):
     fraction = right / num
     z = 1.96
-    # An end of Wilson's interval lies z standard errors from the fraction; the error is that of the end.
+    # An end of Wilson's interval lies z standard errors from the fraction. The end determines the error.
     ends = np.roots([1 + z**2 / num, -(2 * fraction + z**2 / num), fraction**2])
     half_width = statistics.confidence_half_width(np.array([1.0] * right + [0.0] * (num - right)))
     assert half_width == pytest.approx(np.abs(ends - fraction).max())
@@ -304,7 +304,7 @@ ANSWERS = [
 ]
 
 
-def test_the_opening_marks_a_refusal_and_repeated_4grams_mark_repetition():
+def test_the_opening_of_an_answer_marks_a_refusal_and_repeated_4grams_mark_repetition():
     for text in REFUSALS:
         assert form.opens_with_refusal(text), text
     for text in ANSWERS:

@@ -1,4 +1,8 @@
-"""Rows whose advantage is 0 are not computed: same gradient, same denominators, and no curve goes blind."""
+"""
+The update leaves out idle rows, which are rows whose advantage is 0.
+
+The gradient and the denominators stay the same, and every metric is still measured.
+"""
 
 import dataclasses
 
@@ -25,41 +29,47 @@ from step.batch import make_batches
 from step.loss import StepLoss
 
 pytestmark = pytest.mark.slow
-ADVANTAGES = np.array(
-    [[1, -1, 0.5, -0.5], [0, 0, 0, 0], [1.5, 0, -1.5, 0]]
-)  # six rows of twelve teach
+# Six of the twelve rows have a gradient.
+ADVANTAGES = np.array([[1, -1, 0.5, -0.5], [0, 0, 0, 0], [1.5, 0, -1.5, 0]])
 
-OWN = "import grpo\ndef plain(tokens, objective):\n    return grpo.Loss(-(tokens.logprobs * tokens.mask).sum(), {})\n"
+OWN_LOSS = "import grpo\ndef plain(tokens, objective):\n    return grpo.Loss(-(tokens.logprobs * tokens.mask).sum(), {})\n"
 
 
-def trained(run, drawn, turn=0):
-    return make_batches(
-        advantages.mark_for_update(run.config, drawn, turn, run.learner.loss.all_have_gradient),
-        1024,
+def make_marked_batches(run, samples, step=0):
+    """The batches of the rows that this step computes."""
+    marked = advantages.mark_for_update(
+        run.config, samples, step, run.learner.loss.all_have_gradient
     )
+    return make_batches(marked, 1024)
 
 
 def rows_of(batches):
     return sorted(row for batch in batches for row in batch.rows)
 
 
+def check_equal_gradients(gradient, expected_gradient):
+    """Check equality within roundings, which are about 1e-6 of the largest value."""
+    largest = max(mx.abs(array).max().item() for array in expected_gradient.values())
+    for name, array in expected_gradient.items():
+        assert mx.abs(array - gradient[name]).max().item() <= 1e-5 * largest, name
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("flags", [(), ("--checkpoint-layers", "on", "--lora-rank", "0")])
-def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, loss, flags):
-    run = make_run(
-        tmp_path, "--loss-type", loss, *flags, *(("--epsilon-high", "5") if loss == "cispo" else ())
-    )
+def test_the_gradient_without_idle_rows_equals_the_gradient_of_all_rows(tmp_path, loss, flags):
+    loss_flags = ["--loss-type", loss]
+    if loss == "cispo":
+        loss_flags += ["--epsilon-high", "5"]
+    run = make_run(tmp_path, *loss_flags, *flags)
     update_once(run)  # B of the adapters is 0 before
-    drawn = sample_first_prompts(run, ADVANTAGES)
-    whole = record_gradient(run, make_batches(drawn, 1024))
-    taught = record_gradient(run, trained(run, drawn))
-    assert taught[0].num_with_gradient == 6 and len(rows_of(trained(run, drawn))) < 12
-    assert taught[0].loss == pytest.approx(whole[0].loss, abs=1e-6)
-    largest = max(mx.abs(array).max().item() for array in whole[1].values())
-    for name, array in whole[1].items():
-        assert mx.abs(array - taught[1][name]).max().item() <= 1e-5 * largest, (
-            name
-        )  # roundings: 1e-6
+    samples = sample_first_prompts(run, ADVANTAGES)
+    expected, expected_gradient = record_gradient(run, make_batches(samples, 1024))
+    batches = make_marked_batches(run, samples)
+    result, gradient = record_gradient(run, batches)
+    assert result.num_with_gradient == 6
+    assert len(rows_of(batches)) < 12
+    assert result.loss == pytest.approx(expected.loss, abs=1e-6)
+    check_equal_gradients(gradient, expected_gradient)
 
 
 def add_square(tokens, objective):
@@ -76,20 +86,20 @@ def add_entropy_bonus(tokens, objective):
     return grpo.Loss(loss - 0.5 * bonus, sums)
 
 
-ROWS_OF_LOSSES = dict(grpo.LOSSES) | {"square": add_square, "bonus": add_entropy_bonus}
+LOSSES_AND_OWN_LOSSES = dict(grpo.LOSSES) | {"square": add_square, "bonus": add_entropy_bonus}
 
 
-@pytest.mark.parametrize("name", ROWS_OF_LOSSES)
-def test_the_selection_of_rows_keeps_the_gradient_of_every_row_of_losses(
+@pytest.mark.parametrize("name", LOSSES_AND_OWN_LOSSES)
+def test_the_selection_of_rows_keeps_the_gradient_of_every_entry_of_losses(
     tmp_path, monkeypatch, name
 ):
-    """Which rows a loss needs follows from the loss, so that a new row of LOSSES needs no list."""
+    """The loss itself decides which rows it needs. A new entry of LOSSES needs no further list."""
     needs_divergences = name == "distill"
 
     def loss(tokens, objective):
         if needs_divergences:
             tokens = tokens._replace(divergences=tokens.logprobs**2)
-        return ROWS_OF_LOSSES[name](tokens, objective)
+        return LOSSES_AND_OWN_LOSSES[name](tokens, objective)
 
     monkeypatch.setitem(grpo.LOSSES, "new", loss)
     run = make_run(tmp_path)
@@ -97,17 +107,16 @@ def test_the_selection_of_rows_keeps_the_gradient_of_every_row_of_losses(
     config = run.config
     objective = dataclasses.replace(config.objective, loss_type="new")
     run.learner.loss = StepLoss(dataclasses.replace(config, objective=objective), run.sizes)
-    drawn = sample_first_prompts(run, ADVANTAGES)
-    whole = record_gradient(run, make_batches(drawn, 1024))
-    selected = trained(run, drawn)
-    taught = record_gradient(run, selected)
-    largest = max(mx.abs(array).max().item() for array in whole[1].values())
-    for weight, array in whole[1].items():
-        assert mx.abs(array - taught[1][weight]).max().item() <= 1e-5 * largest, weight
-    if name in LOSSES:  # rows without an advantage are left out
-        assert taught[0].num_with_gradient == 6 and len(rows_of(selected)) < 12
+    samples = sample_first_prompts(run, ADVANTAGES)
+    _, expected_gradient = record_gradient(run, make_batches(samples, 1024))
+    batches = make_marked_batches(run, samples)
+    result, gradient = record_gradient(run, batches)
+    check_equal_gradients(gradient, expected_gradient)
+    if name in LOSSES:  # idle rows are left out
+        assert result.num_with_gradient == 6
+        assert len(rows_of(batches)) < 12
     else:
-        assert taught[0].num_with_gradient == 12
+        assert result.num_with_gradient == 12
 
 
 @pytest.mark.parametrize(
@@ -120,91 +129,99 @@ def test_the_selection_of_rows_keeps_the_gradient_of_every_row_of_losses(
     ],
     ids=lambda flags: flags[0],
 )
-def test_every_row_is_computed_where_another_term_needs_it(tmp_path, monkeypatch, flags):
+def test_every_row_is_computed_if_another_term_of_the_loss_needs_it(tmp_path, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_loss.py").write_text(OWN)
+    (tmp_path / "own_loss.py").write_text(OWN_LOSS)
     run = make_run(tmp_path, *flags)
-    batches = trained(run, sample_first_prompts(run, np.zeros(12)))
-    assert (
-        rows_of(batches) == list(range(12))
-        and sum(batch.num_with_gradient for batch in batches) == 12
-    )
-    assert all((batch.weights == 1).all().item() for batch in batches)
+    batches = make_marked_batches(run, sample_first_prompts(run, np.zeros(12)))
+    assert rows_of(batches) == list(range(12))
+    assert sum(batch.num_with_gradient for batch in batches) == 12
+    for batch in batches:
+        assert (batch.weights == 1).all().item()
 
 
-def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out(
+def test_each_step_measures_other_idle_rows_and_the_weighted_means_cover_all_tokens(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(advantages, "MEASURED_OF", 3)
     run = make_run(tmp_path, "--target-kl", "0")
-    drawn, idle = sample_first_prompts(run, ADVANTAGES), np.flatnonzero(ADVANTAGES.reshape(-1) == 0)
-    lengths, seen, weights, found = np.array([len(one.loss_positions) for one in drawn]), [], [], []
-    for turn in range(6, 9):  # two of the six idle rows in each
-        batches = trained(run, drawn, turn)
-        counted = sum((batch.mask * batch.weights).sum().item() for batch in batches)
-        assert counted == pytest.approx(lengths.sum()) and all(
-            (batch.mask <= 1).all().item() for batch in batches
-        )
-        measured = sorted(set(rows_of(batches)) & set(idle.tolist()))
-        seen += measured
-        weights.append(lengths[measured].sum())
-        found.append(record_gradient(run, batches)[0].means)
-    assert sorted(seen) == idle.tolist()
-    whole = record_gradient(run, make_batches(drawn, 1024))[0].means
+    samples = sample_first_prompts(run, ADVANTAGES)
+    lengths = np.array([len(sample.loss_positions) for sample in samples])
+    idle_rows = np.flatnonzero(ADVANTAGES.reshape(-1) == 0).tolist()
+
+    all_measured_rows = []
+    weights = []
+    means_by_step = []
+    for step in range(6, 9):  # each measures two of the six idle rows
+        batches = make_marked_batches(run, samples, step)
+        num_counted_tokens = sum((batch.mask * batch.weights).sum().item() for batch in batches)
+        assert num_counted_tokens == pytest.approx(lengths.sum())
+        for batch in batches:
+            assert (batch.mask <= 1).all().item()
+        measured_rows = sorted(set(rows_of(batches)) & set(idle_rows))
+        all_measured_rows += measured_rows
+        weights.append(lengths[measured_rows].sum())
+        result, _ = record_gradient(run, batches)
+        means_by_step.append(result.means)
+
+    assert sorted(all_measured_rows) == idle_rows
+    result_of_all_rows, _ = record_gradient(run, make_batches(samples, 1024))
     for name in ("entropy", "mismatch/ratio_mean"):
-        assert np.average([means[name] for means in found], weights=weights) == pytest.approx(
-            whole[name], rel=1e-5
-        )
+        mean = np.average([means[name] for means in means_by_step], weights=weights)
+        assert mean == pytest.approx(result_of_all_rows.means[name], rel=1e-5)
 
 
-def test_the_distance_counts_a_measured_row_for_those_it_stands_for(tmp_path):
+def test_the_kl_weights_a_measured_idle_row_by_the_rows_that_it_represents(tmp_path):
     run = make_run(tmp_path)
-    drawn, pushed = sample_first_prompts(run, ADVANTAGES), ADVANTAGES.reshape(-1) != 0
-    logprobs, mask = stack_logprobs(drawn)
-    known = add_column(trained(run, drawn), "old_logprobs", logprobs + 0.1 * pushed[:, None])
-    probe = trust_region.select_kl_probe(known, 0)
-    assert rows_of(probe) == rows_of(known)  # so few tokens that all are taken
-    lengths, gap = mask.sum(axis=1), np.exp(-0.1) - 1 + 0.1
-    present = [batch.sampled_logprobs for batch in probe]
-    assert trust_region.measure_kl(probe, present) == pytest.approx(
-        gap * lengths[pushed].sum() / lengths.sum(), rel=1e-4
-    )
+    samples = sample_first_prompts(run, ADVANTAGES)
+    has_advantage = ADVANTAGES.reshape(-1) != 0
+    sampled_logprobs, mask = stack_logprobs(samples)
+    old_logprobs = sampled_logprobs + 0.1 * has_advantage[:, None]
+    batches = add_column(make_marked_batches(run, samples), "old_logprobs", old_logprobs)
+    probe = trust_region.select_kl_probe(batches, 0)
+    assert rows_of(probe) == rows_of(batches)  # the probe has space for all of these tokens
+
+    kl = trust_region.measure_kl(probe, [batch.sampled_logprobs for batch in probe])
+    lengths = mask.sum(axis=1)
+    kl_of_shifted_token = np.exp(-0.1) - 1 + 0.1
+    fraction_of_shifted = lengths[has_advantage].sum() / lengths.sum()
+    assert kl == pytest.approx(kl_of_shifted_token * fraction_of_shifted, rel=1e-4)
 
 
-def test_the_probe_holds_its_tokens_although_rows_are_left_out(tmp_path, monkeypatch):
+def test_the_kl_probe_takes_enough_tokens_although_rows_are_left_out(tmp_path, monkeypatch):
     run = make_run(tmp_path)
-    drawn = sample_first_prompts(run, ADVANTAGES)
-    known = trained(run, drawn)
-    num_held = sum(int(batch.mask.sum()) for batch in known)
-    monkeypatch.setattr(
-        trust_region, "PROBE_TOKENS", num_held // 2 + 1
-    )  # half of them would be too few
-    assert num_held < sum(len(one.loss_positions) for one in drawn)
-    assert rows_of(trust_region.select_kl_probe(known, 0)) == rows_of(known)
+    samples = sample_first_prompts(run, ADVANTAGES)
+    batches = make_marked_batches(run, samples)
+    num_tokens = sum(int(batch.mask.sum()) for batch in batches)
+    assert num_tokens < sum(len(sample.loss_positions) for sample in samples)
+    # Half of the tokens would not fill the probe.
+    monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_tokens // 2 + 1)
+    assert rows_of(trust_region.select_kl_probe(batches, 0)) == rows_of(batches)
 
 
-def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path, monkeypatch):
+def test_without_any_signal_the_weights_stay_and_the_console_reports_no_step(tmp_path, monkeypatch):
     run = make_run(tmp_path)
-    update_once(run)  # its momentum would go on
-    before, count = dict(run.learner.trainable), run.learner.optimizer.step.item()
-    batches = trained(run, sample_first_prompts(run, np.zeros(12)))
-    by_both = update.compute_gradient(run.learner, batches)[2]
-    assert update.compute_logprobs_and_stats(run.learner, batches)[1] == pytest.approx(
-        by_both, rel=1e-5, abs=1e-6
-    )
-    monkeypatch.setattr(update, "scaled_loss_and_gradient", None)  # forward passes alone
+    update_once(run)  # afterwards, the momentum alone would move the weights
+    weights_before = dict(run.learner.trainable)
+    num_steps_before = run.learner.optimizer.step.item()
+
+    # Forward passes alone give the same statistics as passes with a gradient.
+    batches = make_marked_batches(run, sample_first_prompts(run, np.zeros(12)))
+    stats_with_gradient = update.compute_gradient(run.learner, batches)[2]
+    stats = update.compute_logprobs_and_stats(run.learner, batches)[1]
+    assert stats == pytest.approx(stats_with_gradient, rel=1e-5, abs=1e-6)
+
+    monkeypatch.setattr(update, "scaled_loss_and_gradient", None)  # calling it would raise
     result = update.run_optimizer_steps(run.learner, batches, 1e-3)
-    assert all(
-        mx.array_equal(array, before[name]).item()
-        for name, array in tree_flatten(run.learner.trainable)
-    )
-    assert (
-        run.learner.optimizer.step.item(),
-        result.num_with_gradient,
-        result.loss,
-        result.moved,
-    ) == (count, 0, 0, None)
-    assert result.means["entropy"] > 0 and result.means["mismatch/logprob_abs_mean"] < 1e-4
-    figures = journal.metrics_of_update(result, {"update": 1, "other": 0, "step": 2}, 12, [2])
-    figures |= {"step": 3, "reward/mean": 1, "rollout/tok_s": 98765.4, "reward/zero_std_frac": 1}
-    assert "| no step" in format_step_line(figures, 60)
+    for name, array in tree_flatten(run.learner.trainable):
+        assert mx.array_equal(array, weights_before[name]).item()
+    assert run.learner.optimizer.step.item() == num_steps_before
+    assert result.num_with_gradient == 0
+    assert result.loss == 0
+    assert result.moved is None
+    assert result.means["entropy"] > 0
+    assert result.means["mismatch/logprob_abs_mean"] < 1e-4
+
+    metrics = journal.metrics_of_update(result, {"update": 1, "other": 0, "step": 2}, 12, [2])
+    metrics |= {"step": 3, "reward/mean": 1, "rollout/tok_s": 98765.4, "reward/zero_std_frac": 1}
+    assert "| no step" in format_step_line(metrics, 60)

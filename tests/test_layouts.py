@@ -133,8 +133,8 @@ def test_every_source_of_a_table_reads_a_null_that_arrow_added_as_an_absent_key(
         assert data.load_data(path, None, read_row) == expected, path
 
 
-def test_a_null_that_a_user_wrote_stays_and_a_note_counts_the_uncertain_ones(tmp_path):
-    # The rows differ in their keys, so that Arrow did not write them.
+def test_a_null_that_a_user_wrote_stays_and_a_note_counts_nulls_of_unclear_origin(tmp_path):
+    # The rows have different keys, so Arrow did not write them.
     rows = [
         {"prompt": "a", "answer": {"team": "web", "owner": None}},
         {"prompt": "b", "answer": {"team": "web"}},

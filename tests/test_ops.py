@@ -14,6 +14,10 @@ from machine import cpu, gpu, kernels
 RNG = np.random.default_rng(0)
 
 
+def to_float64(array: mx.array) -> np.ndarray:
+    return np.array(array).astype(np.float64)
+
+
 # ---- rope
 
 
@@ -151,7 +155,7 @@ def plain_swiglu(gate_up: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_swiglu_and_the_gradient_equal_the_plain_expression_to_the_bit(dtype):
+def test_swiglu_and_its_gradient_equal_the_plain_expression_to_the_bit(dtype):
     gate_up = draw_normal(300, 500, scale=8).astype(dtype)
     d_out = draw_normal(300, 250).astype(dtype)
     (out,), (gradient,) = mx.vjp(ops.swiglu, [gate_up], [d_out])
@@ -219,8 +223,9 @@ def test_attention_equals_the_formula_and_has_the_value_and_gradient_of_mlx(
     out = gwen_attention(q, k, v)
     for row in range(2):
         visible_keys = [np.flatnonzero(is_visible) for is_visible in visible[row]]
-        q_row, k_row, v_row = (np.array(array[row]).astype(np.float64) for array in (q, k, v))
-        expected = attention_by_hand(q_row, k_row, v_row, visible_keys)
+        expected = attention_by_hand(
+            to_float64(q[row]), to_float64(k[row]), to_float64(v[row]), visible_keys
+        )
         np.testing.assert_allclose(np.array(out[row]), expected, atol=2e-6)
     np.testing.assert_allclose(np.array(out), np.array(mlx_attention(q, k, v)), atol=2e-6)
 
@@ -262,7 +267,9 @@ def test_scores_beyond_the_range_of_float16_are_finite():
 
 
 @pytest.mark.parametrize("length", [1, 8, 9])
-def test_attention_on_a_gpu_uses_the_mlx_kernel_but_the_gradient_of_the_reference(length, monkeypatch):
+def test_attention_on_a_gpu_uses_the_mlx_kernel_but_the_gradient_of_the_reference(
+    length, monkeypatch
+):
     """MLX's kernel for at most 8 queries has no gradient. The other kernel rounds scores to 16 bits."""
     masks = []
 

@@ -327,7 +327,7 @@ def test_seed_groups_have_means_and_spreads_and_a_paired_difference(seed_dirs):
     assert difference_line.startswith(start)
     assert difference_line.endswith("over 3 pairs: +0.125 +0.050 +0.150")
 
-    # Seeds with other numbers of held-out problems have no difference.
+    # No difference is formed if the numbers of held-out problems differ.
     for seed in range(3):
         evaluations = [eval_record(0, 0.25), eval_record(4, 0.5) | {"eval/num": 7}]
         write_log(Path(seed_dirs[1]) / f"seed-{seed}" / "eval.jsonl", evaluations)
@@ -351,7 +351,7 @@ def test_seeds_of_equal_settings_form_a_group_in_any_directory_but_repetitions_d
     last_line = describe_seeds([seed_dirs[0], run])[-1]
     assert "fewer than two seeds have an evaluation" in last_line
 
-    # The evaluations of the other group have a score and no accuracy; its first seed has none.
+    # The evaluations of the other group have a score but no accuracy. The first seed has none.
     for seed in range(3):
         path = Path(seed_dirs[1]) / f"seed-{seed}" / "eval.jsonl"
         evaluation = {"step": 4, "eval/score": 3.0, "eval/num": 4}
@@ -475,7 +475,7 @@ def test_the_page_of_a_run_says_whether_the_run_is_done_stopped_or_running(run, 
     (run / "config.yaml").write_text(settings)
     assert "<b>done</b> step 4 of 4" in read_page()
 
-    write_log(run / "eval.jsonl", [eval_record(0, 0.25)])  # it was stopped while it evaluated
+    write_log(run / "eval.jsonl", [eval_record(0, 0.25)])  # the run was stopped while it evaluated
     assert "<b>stopped</b> step 4 of 4 without the last evaluation" in read_page()
     report.main(["--list", str(run.parent)])
     assert "4 of 4 without the last evaluation, stopped" in capsys.readouterr().out

@@ -91,7 +91,7 @@ def test_a_run_from_python_equals_the_run_of_the_command_and_can_be_stopped_and_
     assert second_greedy == greedy
     assert trainer.sample(question, temp=0)[0][0] == greedy
 
-    # Messages that all prompts share come first only in prompts of plain text.
+    # The shared messages come before a prompt of plain text, but not before a list of messages.
     trainer.run.shared_messages = [{"role": "system", "content": "Say nothing."}]
     messages = [{"role": "user", "content": question}]
     with_shared = trainer.sample([[*trainer.run.shared_messages, *messages]], temp=0)

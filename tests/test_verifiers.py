@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent
 PAIRS = yaml.safe_load((TESTS / "pairs.yaml").read_text())
 HOSTILE = yaml.safe_load((TESTS / "hostile_math.yaml").read_text())
 DATA_PAGE = (TESTS.parent / "docs" / "data.md").read_text()
-VERIFIER_NAMES = {  # of the kinds of answers in pairs.yaml; of the other kinds: exact
+VERIFIER_NAMES = {  # by kind of answer in pairs.yaml; "exact" for all other kinds
     "formulas": "math",
     "json": "json",
     "numbers": "number",
@@ -146,7 +146,7 @@ def test_a_number_is_read_from_every_usual_spelling(whole_part, cents):
 @pytest.mark.parametrize(
     "text", ["1e101", "1e-101", "1e999999999", "9" * 401, "1/0", "x1.5", "2^10", "3 4", "", "e5"]
 )
-def test_a_number_is_not_read_from_other_texts_or_from_too_long_ones(text):
+def test_no_number_is_read_from_other_texts_or_from_too_long_numbers(text):
     assert quantities.find_only_number(text) is None
 
 

@@ -123,7 +123,7 @@ def compute_gradient_and_measurements(run):
 def run_two_updates(run):
     """Two updates, each of two iterations of AdamW with a bound on the step."""
     run.learner.trainable = dict(sorted(run.learner.trainable.items()))  # the order in a checkpoint
-    for budget in (80, 100_000):  # of the second batch, one machine computes nothing
+    for budget in (80, 100_000):  # one machine has no part of the second batch
         batches = make_batches(sample_first_prompts(run), budget, "off")
         update.run_optimizer_steps(run.learner, batches, 0.004)
     return run.learner

@@ -1,4 +1,4 @@
-"""Batches in both forms: every row keeps its past, its positions and its gradient."""
+"""Batches with and without shared prompts: every row keeps its past, its positions and its gradient."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,44 +15,43 @@ from step.batch import ROOM, completion_hidden_states, make_batches, plan_batche
 from step.sample import Sample
 
 RNG = np.random.default_rng(0)
-GROUPS = 4
+GROUP_SIZE = 4
 PROMPTS = [RNG.integers(3, 320, length).tolist() for length in (5, 9, 2)]
-ROWS = [prompt for prompt in PROMPTS for _ in range(GROUPS)]
-LENGTHS = np.array(
-    [7, 1, 3, 1, 1, 1, 1, 1, 2, 6, 4, 7]
-)  # one group has completions of a single token
+PROMPT_OF_ROW = [prompt for prompt in PROMPTS for _ in range(GROUP_SIZE)]
+# One group has completions of a single token.
+LENGTHS = np.array([7, 1, 3, 1, 1, 1, 1, 1, 2, 6, 4, 7])
 
 
-def samples_of(lengths, prompts=ROWS, vocab=320):
-    ids = [RNG.integers(3, vocab, length).tolist() for length in lengths]
-    rows = enumerate(zip(prompts, ids, strict=True))
-    return [
-        Sample(of, its, range(len(its)), row // GROUPS, RNG.normal(size=len(its)))
-        for row, (of, its) in rows
-    ]
+def make_samples(lengths, prompts=PROMPT_OF_ROW, vocab=320):
+    """Samples with random completions of these lengths and random log-probabilities; one prompt per row."""
+    completions = [RNG.integers(3, vocab, length).tolist() for length in lengths]
+    samples = []
+    for row, (prompt, ids) in enumerate(zip(prompts, completions, strict=True)):
+        logprobs = RNG.normal(size=len(ids))
+        samples.append(Sample(prompt, ids, range(len(ids)), row // GROUP_SIZE, logprobs))
+    return samples
 
 
-SAMPLES = samples_of(LENGTHS)
+SAMPLES = make_samples(LENGTHS)
 SLOPES = mx.array(RNG.normal(size=(12, 7)).astype(np.float32))
 
 
-def load(directory, rank):
+def load_model(directory, rank):
     model = gwen.load_model(directory)
     if rank:
         lora.apply(model, rank, 2.0)
-        for _, layer in lora.adapted_layers(model):  # at 0, as they begin, A would have no gradient
+        # B begins at 0, which would give A no gradient.
+        for _, layer in lora.adapted_layers(model):
             layer.lora_b = 0.05 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(1))
     return model
 
 
-def gradient(model, batches, checkpoint_layers=0):
-    """A weighted sum of all completion tokens' log-probabilities and its gradient by name, batch after batch."""
-    head = (
-        "trained"
-        if "lm_head" in model or not any(True for _ in lora.adapted_layers(model))
-        else "frozen"
-    )
-    total, grads = 0.0, {}
+def loss_and_gradients(model, batches, checkpoint_layers=0):
+    """A weighted sum of the log-probabilities of all completion tokens, and its gradients by name."""
+    has_adapters = any(True for _ in lora.adapted_layers(model))
+    head = "trained" if "lm_head" in model or not has_adapters else "frozen"
+    total_loss = 0.0
+    total_gradients = {}
     for batch in batches:
 
         def loss(model, batch=batch):
@@ -60,153 +59,191 @@ def gradient(model, batches, checkpoint_layers=0):
             logprobs, _ = lm_head.token_logprobs(
                 states, model.head_weight, batch.completion_ids, head=head
             )
-            return (logprobs * batch.mask * SLOPES[mx.array(batch.rows), : logprobs.shape[1]]).sum()
+            slopes = SLOPES[mx.array(batch.rows), : logprobs.shape[1]]
+            return (logprobs * batch.mask * slopes).sum()
 
-        value, part = nn.value_and_grad(model, loss)(model)
-        total += value.item()
-        for name, array in tree_flatten(part):
-            grads[name] = array + grads.get(name, 0)
-    return total, grads
+        batch_loss, batch_gradients = nn.value_and_grad(model, loss)(model)
+        total_loss += batch_loss.item()
+        for name, array in tree_flatten(batch_gradients):
+            total_gradients[name] = array + total_gradients.get(name, 0)
+    return total_loss, total_gradients
 
 
-def assert_same(found, expected, tolerance):
-    assert found[0] == pytest.approx(expected[0], abs=1e-3)
-    assert found[1].keys() == expected[1].keys()
-    for name, array in expected[1].items():
+def check_close(result, expected, tolerance):
+    """Checks two results of `loss_and_gradients`; the tolerance is relative to the largest number."""
+    loss, gradients = result
+    expected_loss, expected_gradients = expected
+    assert loss == pytest.approx(expected_loss, abs=1e-3)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, array in expected_gradients.items():
         largest = mx.abs(array).max().item()
         assert largest > 0, f"{name} has no gradient"
-        assert mx.abs(found[1][name] - array).max().item() < tolerance * largest, name
+        assert mx.abs(gradients[name] - array).max().item() < tolerance * largest, name
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("family", ["qwen2", "qwen2.5", "qwen3", "smollm3", "qwen3.5"])
-def test_the_gradient_is_the_same_for_any_cut_shared_or_not(checkpoints, family, rank):
-    """Against one row after the other, alone and without padding."""
-    model, alone = load(checkpoints[family], rank), make_batches(SAMPLES, 1, "off")
-    assert len(alone) == 12 and all(
-        batch.num_positions_with_padding == batch.num_positions_without_padding for batch in alone
-    )
-    expected = gradient(model, alone)
+def test_the_gradient_depends_neither_on_the_batches_nor_on_sharing(checkpoints, family, rank):
+    """The expected gradient is that of batches of one row, without padding."""
+    model = load_model(checkpoints[family], rank)
+    single_rows = make_batches(SAMPLES, 1, "off")
+    assert len(single_rows) == 12
+    for batch in single_rows:
+        assert batch.num_positions_with_padding == batch.num_positions_without_padding
+    expected = loss_and_gradients(model, single_rows)
+
+    tolerance = 1e-4 if family == "qwen3.5" else 1e-5
     for sharing, budgets in {"on": (1, 3 * 8, 10**6), "off": (3 * 8, 40, 10**6)}.items():
-        cuts = [make_batches(SAMPLES, budget, sharing) for budget in budgets]
-        assert len({len(batches) for batches in cuts}) == 3 and len(cuts[-1]) == 1
-        for batches in cuts:
-            assert_same(gradient(model, batches), expected, 1e-4 if family == "qwen3.5" else 1e-5)
+        batches_by_budget = [make_batches(SAMPLES, budget, sharing) for budget in budgets]
+        assert len({len(batches) for batches in batches_by_budget}) == 3
+        assert len(batches_by_budget[-1]) == 1
+        for batches in batches_by_budget:
+            check_close(loss_and_gradients(model, batches), expected, tolerance)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3.5"])
 @pytest.mark.parametrize("sharing", ["on", "off"])
 @pytest.mark.parametrize("checkpoint_layers", [1, 2, 4])
-def test_layers_that_are_computed_again_keep_the_gradient_of_every_tensor(
+def test_recomputed_layers_keep_the_gradient_of_every_tensor(
     checkpoints, family, rank, sharing, checkpoint_layers
 ):
-    """`mx.checkpoint` of a module drops them, and of a cache that was filled once more doubles the keys."""
-    model, batches = load(checkpoints[family], rank), make_batches(SAMPLES, 60, sharing)
-    before = dict(tree_flatten(model.parameters()))
-    assert_same(gradient(model, batches, checkpoint_layers), gradient(model, batches), 1e-5)
-    after = dict(tree_flatten(model.parameters()))
-    assert all(mx.array_equal(array, after[name]) for name, array in before.items())
+    """
+    `mx.checkpoint` of a module loses gradients.
+
+    A cache that recomputation fills a second time would contain each key twice.
+    """
+    model = load_model(checkpoints[family], rank)
+    batches = make_batches(SAMPLES, 60, sharing)
+    weights_before = dict(tree_flatten(model.parameters()))
+    recomputed = loss_and_gradients(model, batches, checkpoint_layers)
+    check_close(recomputed, loss_and_gradients(model, batches), 1e-5)
+    weights_after = dict(tree_flatten(model.parameters()))
+    for name, array in weights_before.items():
+        assert mx.array_equal(array, weights_after[name])
 
 
-def test_a_layer_that_was_computed_again_has_its_own_weights_and_no_piece_of_a_graph(checkpoints):
-    model = load(checkpoints["qwen3"], 4)
-    before = dict(tree_flatten(model.parameters()))
+def test_a_recomputed_layer_gets_its_own_weights_back_and_keeps_no_part_of_a_graph(checkpoints):
+    model = load_model(checkpoints["qwen3"], 4)
+    weights = dict(tree_flatten(model.parameters()))
     (batch,) = make_batches(SAMPLES, 10**6, "on")
     head = mx.random.normal((320, 48), key=mx.random.key(2))
-    mx.eval(mx.grad(lambda head: (completion_hidden_states(model, batch, 2) @ head.T).sum())(head))
-    assert all(array is before[name] for name, array in tree_flatten(model.parameters()))
+
+    def sum_of_logits(head):
+        return (completion_hidden_states(model, batch, 2) @ head.T).sum()
+
+    mx.eval(mx.grad(sum_of_logits)(head))
+    assert all(array is weights[name] for name, array in tree_flatten(model.parameters()))
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_the_same_prompt_twice_in_a_step_is_computed_once_and_completions_keep_their_own(
+def test_a_prompt_that_two_groups_share_is_computed_once_with_an_unchanged_gradient(
     checkpoints, monkeypatch, is_fused
 ):
     monkeypatch.setattr(attention, "has_float32_attention_kernel", lambda _: is_fused)
     monkeypatch.setattr(attention, "FEW_QUERIES", 0)
-    model = load(checkpoints["qwen3"], 0)
-    rows = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4 + [PROMPTS[0]] * 4
-    samples = [one._replace(prompt=prompt) for one, prompt in zip(SAMPLES, rows, strict=True)]
+    model = load_model(checkpoints["qwen3"], 0)
+    prompts = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4 + [PROMPTS[0]] * 4
+    samples = [
+        sample._replace(prompt=prompt) for sample, prompt in zip(SAMPLES, prompts, strict=True)
+    ]
     (batch,) = make_batches(samples, 10**6, "on")
     assert batch.prefix.lengths in ([5, 9], [9, 5])
-    assert_same(gradient(model, [batch]), gradient(model, make_batches(samples, 1, "off")), 1e-5)
+    expected = loss_and_gradients(model, make_batches(samples, 1, "off"))
+    check_close(loss_and_gradients(model, [batch]), expected, 1e-5)
 
 
 @pytest.mark.parametrize("sharing", ["auto", "on", "off"])
 @pytest.mark.parametrize("budget", [1, 30, 55, 10**6])
-def test_every_row_is_in_one_micro_batch_of_no_more_positions_than_allowed(sharing, budget):
+def test_every_row_is_in_one_micro_batch_within_the_budget_of_positions(sharing, budget):
     samples = [*SAMPLES]
-    samples[5] = samples[5]._replace(loss_positions=(), weight=0.0)  # is not computed
+    # Rows without loss positions or without a weight are not computed.
+    samples[5] = samples[5]._replace(loss_positions=(), weight=0.0)
     samples[7] = samples[7]._replace(weight=0.0)
     batches = make_batches(samples, budget, sharing)
-    assert sorted(row for batch in batches for row in batch.rows) == [
-        n for n in range(12) if n not in (5, 7)
-    ]
+    rows = sorted(row for batch in batches for row in batch.rows)
+    assert rows == [0, 1, 2, 3, 4, 6, 8, 9, 10, 11]
+
     for batch in batches:
-        assert (
-            batch.num_positions_with_padding <= (ROOM * budget if batch.prefix else budget)
-            or len(batch.rows) == 1
-        )
+        most_positions = ROOM * budget if batch.prefix else budget
+        assert batch.num_positions_with_padding <= most_positions or len(batch.rows) == 1
         assert batch.num_positions_without_padding <= batch.num_positions_with_padding
-        assert (batch.num_rows, batch.num_loss_tokens) == (12, LENGTHS.sum() - 1)
+        assert batch.num_rows == 12
+        assert batch.num_loss_tokens == LENGTHS.sum() - 1
+
         for index, row in enumerate(batch.rows):
-            one, length = samples[row], int(LENGTHS[row])
-            read = batch.tokens[index].tolist()[: batch.lengths[index]]
+            sample = samples[row]
+            length = int(LENGTHS[row])
+            input_ids = batch.tokens[index].tolist()[: batch.lengths[index]]
             if batch.prefix:
-                place = batch.prefix.parents[index]
-                read = batch.prefix.tokens[place].tolist()[: batch.prefix.lengths[place]] + read
-            assert read == [*one.prompt, *one.response_ids][:-1]
-            assert batch.completion_ids[index].tolist()[:length] == one.response_ids
+                parent = batch.prefix.parents[index]
+                prefix = batch.prefix.tokens[parent].tolist()[: batch.prefix.lengths[parent]]
+                input_ids = prefix + input_ids
+            assert input_ids == [*sample.prompt, *sample.response_ids][:-1]
+            assert batch.completion_ids[index].tolist()[:length] == sample.response_ids
             assert batch.mask[index].sum().item() == length
             np.testing.assert_array_equal(
-                batch.sampled_logprobs[index, :length], one.logprobs.astype(np.float32)
+                batch.sampled_logprobs[index, :length], sample.logprobs.astype(np.float32)
             )
 
 
-def test_prompts_are_shared_where_that_saves_enough_positions():
-    def shared(prompt, completion, groups):
-        rows = [[1] * prompt] * groups
-        return plan_batches_and_sharing(rows, np.full(groups, completion), 10**6, "auto")[0]
+def test_prompts_are_shared_if_sharing_saves_enough_positions():
+    def is_sharing_planned(prompt_length, completion_length, group_size):
+        prompts = [[1] * prompt_length] * group_size
+        lengths = np.full(group_size, completion_length)
+        is_shared, _ = plan_batches_and_sharing(prompts, lengths, 10**6, "auto")
+        return is_shared
 
-    assert shared(96, 64, 8) and shared(512, 64, 2)
-    assert not shared(4, 256, 8) and not shared(
-        96, 64, 1
-    )  # 3 of 259 positions a row; nobody to share with
-
-
-def test_a_group_that_nearly_fits_is_whole_and_a_larger_one_is_split_evenly():
-    rows, lengths = [[1] * 128] * 8, np.full(8, 256)  # 128 + 8 * 255 = 2,168 positions
-    for budget, sizes in (
-        (2048, [8]),
-        (1900, [4, 4]),
-        (1100, [4, 4]),
-        (900, [3, 3, 2]),
-        (1, [1] * 8),
-    ):
-        shared, cut = plan_batches_and_sharing(rows, lengths, budget, "on")
-        assert shared and [len(part) for part, _ in cut] == sizes
-        assert all(size == 128 + 255 * len(part) for part, size in cut)
+    assert is_sharing_planned(96, 64, 8)
+    assert is_sharing_planned(512, 64, 2)
+    # Sharing would save 3 of 259 positions per row.
+    assert not is_sharing_planned(4, 256, 8)
+    # No other row has the prompt.
+    assert not is_sharing_planned(96, 64, 1)
 
 
-def test_computing_layers_again_and_sharing_prompts_both_save_memory():
+def test_a_group_that_nearly_fits_stays_whole_and_a_larger_group_is_split_evenly():
+    prompts = [[1] * 128] * 8
+    lengths = np.full(8, 256)  # 128 + 8 * 255 = 2,168 positions
+    sizes_by_budget = {
+        2048: [8],
+        1900: [4, 4],
+        1100: [4, 4],
+        900: [3, 3, 2],
+        1: [1] * 8,
+    }
+    for budget, sizes in sizes_by_budget.items():
+        is_shared, parts = plan_batches_and_sharing(prompts, lengths, budget, "on")
+        assert is_shared
+        assert [len(rows) for rows, _ in parts] == sizes
+        for rows, num_positions in parts:
+            assert num_positions == 128 + 255 * len(rows)
+
+
+def test_recomputing_layers_and_sharing_prompts_both_save_memory():
     model = gwen.make_random_model("random:2m")
     lora.apply(model, 8, 2.0)
     mx.eval(model.parameters())
-    samples = samples_of([32] * 8, [RNG.integers(3, 320, 64).tolist()] * 8)
+    samples = make_samples([32] * 8, [RNG.integers(3, 320, 64).tolist()] * 8)
 
     def peak(sharing, checkpoint_layers):
         (batch,) = make_batches(samples, 10**6, sharing)
-        gradient = nn.value_and_grad(
-            model,
-            lambda model: (completion_hidden_states(model, batch, checkpoint_layers) ** 2).sum(),
-        )
+
+        def loss(model):
+            return (completion_hidden_states(model, batch, checkpoint_layers) ** 2).sum()
+
+        gradient = nn.value_and_grad(model, loss)
         return measure_peak(lambda: gradient(model))
 
     plain = peak("off", 0)
     assert peak("off", 5) < 0.7 * plain
     assert peak("on", 0) < 0.6 * plain
     assert peak("on", 5) < 0.35 * plain
-    cache, before = TreeCache(model.config.layer_kinds).with_new_level([64]), mx.get_active_memory()
+
+    # No array of the cache is a view that keeps the queries, keys and values in memory.
+    cache = TreeCache(model.config.layer_kinds).with_new_level([64])
+    memory_before = mx.get_active_memory()
     model.hidden(mx.zeros((1, 64), mx.int32), cache, checkpoint_layers=5)
-    mx.eval(cache.arrays())  # of which none is a view of queries, keys and values
-    assert mx.get_active_memory() - before < 1.5 * sum(array.nbytes for array in cache.arrays())
+    mx.eval(cache.arrays())
+    cache_bytes = sum(array.nbytes for array in cache.arrays())
+    assert mx.get_active_memory() - memory_before < 1.5 * cache_bytes

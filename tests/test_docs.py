@@ -13,33 +13,32 @@ from docs import reference
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 TEXTS = [path for path in FILES if path.suffix in (".md", ".py") or path.name == "pyproject.toml"]
-# What uv, pytest, ruff, argparse, mlx.launch, mlx_lm, rsync, TensorBoard, vLLM, llama.cpp, Chromium and TRL understand.
+# Flags of uv, pytest, ruff, argparse, mlx.launch, mlx_lm, rsync, TensorBoard, vLLM, llama.cpp, Chromium and TRL.
 FOREIGN_FLAGS = set(
     "--extra --group --with --no-deps --ignore --dist --maxprocesses --strict-config --strict-markers --check --help "
     "--backend --hostfile --adapter-path --exclude --logdir --enable-lora --lora-modules --dump-dom "
     "--no-sync --rounds --lora-alpha --data-path --mlx-path --port --project --overrides --editable".split()
 )
-OWN_FLAGS = {"--train-one"}  # bench/sooner.py gives this flag to its own processes
-FOREIGN_FILES = {"FILE.py", "mine.py", "/home/me/mine.py", "last_number.py"}  # a user's
-FOREIGN_FILES |= {"convert_hf_to_gguf.py", "llama.cpp/convert_hf_to_gguf.py"}  # llama.cpp's
+INTERNAL_FLAGS = {"--train-one"}  # bench/sooner.py gives this flag to the processes that it starts
+USER_FILES = {"FILE.py", "mine.py", "/home/me/mine.py", "last_number.py"}
+LLAMA_CPP_FILES = {"convert_hf_to_gguf.py", "llama.cpp/convert_hf_to_gguf.py"}
+FOREIGN_FILES = USER_FILES | LLAMA_CPP_FILES
 
 
-def explained(title):
+def read_meanings(title):
     """The meanings in the table of one section of the reference, by key."""
-    section = (
-        reference.PAGE.read_text(encoding="utf-8")
-        .partition(f"## {title}\n")[2]
-        .partition("\n## ")[0]
-    )
+    page = reference.PAGE.read_text(encoding="utf-8")
+    section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
     return dict(re.findall(r"^\| `(.+?)` \| (.+) \|$", section, re.M))
 
 
-METRICS, EVALUATION_METRICS = explained("metrics.jsonl"), explained("eval.jsonl")
+METRICS = read_meanings("metrics.jsonl")
+EVALUATION_METRICS = read_meanings("eval.jsonl")
 
 
-def without_meaning(record, known):
-    """The keys of a record that no entry names; what is in capitals there stands for any name."""
-    patterns = [re.sub(r"\b[A-Z]+\b", "[^/]+", name).replace("_K", "_[0-9]+") for name in known]
+def without_meaning(record, entries):
+    """The keys of a record that no entry of the reference names. A name in capitals stands for any name."""
+    patterns = [re.sub(r"\b[A-Z]+\b", "[^/]+", name).replace("_K", "_[0-9]+") for name in entries]
     keys = {key.removesuffix("_ci95") for key in record}
     return sorted(
         key for key in keys if not any(re.fullmatch(pattern, key) for pattern in patterns)
@@ -47,115 +46,114 @@ def without_meaning(record, known):
 
 
 def always_there():
-    """The keys of metrics.jsonl that every step has, whatever the method; null where it does not measure them."""
-    sometimes = {
-        name for name, meaning in METRICS.items() if meaning.startswith("[Several machines]")
-    }
+    """The keys that every step has in metrics.jsonl, for every method; null if the method does not measure them."""
     only_with = ("tools/", "episodes/", "replay/")  # tools, an outside harness, replayed samples
     return {
-        name for name in METRICS if name == name.lower() and not name.startswith(only_with)
-    } - sometimes
+        name
+        for name, meaning in METRICS.items()
+        if name == name.lower()
+        and not name.startswith(only_with)
+        and not meaning.startswith("[Several machines]")
+    }
 
 
-def test_the_tables_of_flags_of_trl_s_names_and_of_what_fits_are_up_to_date():
+def test_the_generated_tables_of_flags_trl_names_and_memory_are_up_to_date():
     pages = {
         reference.PAGE: reference.flags_page_text,
         reference.TRL: reference.trl_page_text,
         reference.MEMORY: reference.memory_page_text,
     }
-    for path, make in pages.items():
-        assert path.read_text(encoding="utf-8") == make(), "run `uv run python -m docs.reference`"
+    for path, page_text in pages.items():
+        is_up_to_date = path.read_text(encoding="utf-8") == page_text()
+        assert is_up_to_date, "run `uv run python -m docs.reference`"
+
+
+def has_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 @functools.cache
 def known_flags():
-    """Every flag of every command: the settings' stand in the reference, the rest in calls of `add_argument`."""
-    calls = (node for path in FILES if path.suffix == ".py" for node in ast.walk(parse(path)))
-    named = (
-        node for path in FILES if path.parent.name == "bench" for node in ast.walk(parse(path))
-    )
-    looped = {
-        f"--{node.value.replace('_', '-')}"
-        for node in named
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and node.value.isidentifier()
-    }
-    return (
-        looped
-        | set(
-            re.findall(
-                r"(?:^\| `|this flag is the same as )(--[a-z-]+)", reference.flags_page_text(), re.M
-            )
-        )
-        | {
-            flag.value
-            for call in calls
-            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
-            for flag in call.args
-            if isinstance(flag, ast.Constant)
-        }
-    )
+    """
+    Every flag of every command.
+
+    The reference has the flags of the settings. The other flags are arguments of `add_argument`.
+    The benchmarks also make flags of names in loops, so every name in their code may be a flag.
+    """
+    pattern = r"(?:^\| `|this flag is the same as )(--[a-z-]+)"
+    known = set(re.findall(pattern, reference.flags_page_text(), re.M))
+    for path in FILES:
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+                known |= {argument.value for argument in node.args if has_text(argument)}
+            if path.parent.name == "bench" and has_text(node) and node.value.isidentifier():
+                known.add(f"--{node.value.replace('_', '-')}")
+    return known
 
 
-def prose(path):
-    """A page, or what a module says in docstrings, helps and errors; of a test its docstrings alone."""
+def checked_text(path):
+    """The text of a page, all string constants of a module, or the docstrings of a test module."""
     if path.suffix != ".py":
         return path.read_text(encoding="utf-8")
     nodes = list(ast.walk(parse(path)))
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     if "tests" in path.parts:
-        return "\n".join(
-            ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented)
-        )
-    return "\n".join(
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
+        documented = [
+            node for node in nodes if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        ]
+        return "\n".join(ast.get_docstring(node) or "" for node in documented)
+    return "\n".join(node.value for node in nodes if has_text(node))
 
 
 NAMES = [f"/{path.relative_to(ROOT).as_posix()}" for path in FILES]
 FOLDERS = "|".join(sorted({name.split("/")[1] for name in NAMES if name.count("/") > 1} - {"docs"}))
 
 
-def missing(text):
-    """The flags and files that a text names and nobody has; `COMMIT:path` and `COMMIT:--flag` name what is gone."""
-    text = re.sub(r"\b(COMMIT|[0-9a-f]{7}):[\w./-]+|\.\./", "", text)
+def missing_flags(text):
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
-    known = known_flags() | FOREIGN_FLAGS | OWN_FLAGS
-    unknown = {
+    known = known_flags() | FOREIGN_FLAGS | INTERNAL_FLAGS
+    return {
         flag for flag in flags if flag not in known and flag.replace("--no-", "--") not in known
     }
-    files = (
-        set(re.findall(rf"[\w./-]*\w\.py\b|\b(?:{FOLDERS})/[\w./-]*\w\.\w+", text)) - FOREIGN_FILES
-    )
-    return sorted(
-        unknown | {file for file in files if not any(name.endswith(f"/{file}") for name in NAMES)}
-    )
+
+
+def missing_files(text):
+    pattern = rf"[\w./-]*\w\.py\b|\b(?:{FOLDERS})/[\w./-]*\w\.\w+"
+    files = set(re.findall(pattern, text)) - FOREIGN_FILES
+    return {file for file in files if not any(name.endswith(f"/{file}") for name in NAMES)}
+
+
+def missing_flags_and_files(text):
+    """
+    The flags and files that a text names and that do not exist.
+
+    `COMMIT:path` and `COMMIT:--flag` name files and flags of an older commit.
+    """
+    text = re.sub(r"\b(COMMIT|[0-9a-f]{7}):[\w./-]+|\.\./", "", text)
+    return sorted(missing_flags(text) | missing_files(text))
 
 
 def test_every_flag_and_file_that_a_text_names_exists():
-    missing_words = [
-        f"{path.relative_to(ROOT)}: {word}" for path in TEXTS for word in missing(prose(path))
-    ]
-    assert not missing_words, "\n".join(missing_words)
+    missing = []
+    for path in TEXTS:
+        for name in missing_flags_and_files(checked_text(path)):
+            missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not missing, "\n".join(missing)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_every_link_between_pages_leads_somewhere(path):
-    for target, anchor in re.findall(
-        r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text(encoding="utf-8")
-    ):
+def test_every_link_between_pages_leads_to_an_existing_page_and_heading(path):
+    links = re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text(encoding="utf-8"))
+    for target, anchor in links:
         page = path.parent / target if target else path
         assert page.exists(), f"{path.name} links to {target}, which does not exist"
         if anchor:
             titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
             anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-            assert anchor in anchors, (
-                f"{path.name} links to {target}#{anchor}, which does not exist"
-            )
+            message = f"{path.name} links to {target}#{anchor}, which does not exist"
+            assert anchor in anchors, message
 
 
-def test_the_readme_fits_on_a_few_screens():
+def test_the_readme_has_at_most_150_lines():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

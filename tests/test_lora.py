@@ -1,4 +1,4 @@
-"""Adapters: they begin at the base, train, switch off, merge, and mean the same to mlx_lm."""
+"""Adapters: they begin as the base model, train, switch off, merge, and give the same logits in mlx_lm."""
 
 import json
 
@@ -24,7 +24,7 @@ def tiny_qwen2(checkpoints):
 
 
 def adapted(directory, rank=4, scale=3.0, targets=lora.TARGETS):
-    """A model whose adapters are not at their initial zero."""
+    """A model whose adapters have moved away from their initial zero."""
     model = gwen.load_model(directory)
     lora.apply(model, rank, scale, targets)
     for index, (_, layer) in enumerate(lora.adapted_layers(model)):
@@ -32,169 +32,180 @@ def adapted(directory, rank=4, scale=3.0, targets=lora.TARGETS):
     return model
 
 
+def check_equal_logits(model, other_model, tolerance=1e-4):
+    """Checks that two models give the same logits apart from rounding."""
+    logits = np.array(model(TOKENS))
+    other_logits = np.array(other_model(TOKENS))
+    np.testing.assert_allclose(logits, other_logits, atol=tolerance, rtol=tolerance)
+
+
+def to_float64(array):
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
 @pytest.mark.parametrize(
     ("dtype", "epsilon"), [(mx.float16, 2**-10), (mx.bfloat16, 2**-7)], ids=str
 )
-def test_in_16_bits_an_adapted_projection_and_its_gradients_are_those_of_its_formula(
-    dtype, epsilon
-):
-    """Errors in units of one rounding, relative to the largest number; the gradients of A and B come in float32."""
+def test_in_16_bits_an_adapted_projection_and_its_gradients_equal_the_formula(dtype, epsilon):
+    """Within two roundings of the largest number. The gradients of A and B are in float32."""
     linear = nn.Linear(48, 80)
     linear.set_dtype(dtype)
     layer = lora.LoRALinear(linear, 6, 2.5, mx.random.key(0))
-    x, d_y = (
-        mx.random.normal((2, 70, size), key=mx.random.key(size)).astype(dtype) for size in (48, 80)
-    )
-    masters = layer.lora_a, mx.random.normal((6, 80), key=mx.random.key(3))
+    x = mx.random.normal((2, 70, 48), key=mx.random.key(48)).astype(dtype)
+    d_y = mx.random.normal((2, 70, 80), key=mx.random.key(80)).astype(dtype)
+    lora_a = layer.lora_a
+    lora_b = mx.random.normal((6, 80), key=mx.random.key(3))
 
     def call(x, lora_a, lora_b):
-        layer.lora_a, layer.lora_b = lora_a, lora_b
+        layer.lora_a = lora_a
+        layer.lora_b = lora_b
         return layer(x)
 
-    (y,), gradients = mx.vjp(call, [x, *masters], [d_y])
-    assert [g.dtype for g in gradients] == [dtype, mx.float32, mx.float32]
-    arrays = (x, d_y, linear.weight, linear.bias, *masters)
-    rows, d_rows, weight, bias, a, b = (
-        np.array(array.astype(mx.float32)).astype(np.float64) for array in arrays
-    )
-    rows, d_rows = rows.reshape(140, 48), d_rows.reshape(140, 80)
-    d_low = 2.5 * d_rows @ b.T
-    expected = [rows @ weight.T + bias + 2.5 * rows @ a @ b, d_rows @ weight + d_low @ a.T]
-    expected += [rows.T @ d_low, 2.5 * (rows @ a).T @ d_rows]
-    for ours, theirs in zip([y, *gradients], expected, strict=True):
-        error = np.abs(np.array(ours.astype(mx.float32)).reshape(theirs.shape) - theirs).max()
-        assert error <= 2 * epsilon * np.abs(theirs).max()
+    (y,), gradients = mx.vjp(call, [x, lora_a, lora_b], [d_y])
+    assert [gradient.dtype for gradient in gradients] == [dtype, mx.float32, mx.float32]
+
+    rows = to_float64(x).reshape(140, 48)
+    d_rows = to_float64(d_y).reshape(140, 80)
+    weight = to_float64(linear.weight)
+    bias = to_float64(linear.bias)
+    a = to_float64(lora_a)
+    b = to_float64(lora_b)
+    d_low_rank = 2.5 * d_rows @ b.T
+    expected_arrays = [
+        rows @ weight.T + bias + 2.5 * rows @ a @ b,
+        d_rows @ weight + d_low_rank @ a.T,
+        rows.T @ d_low_rank,
+        2.5 * (rows @ a).T @ d_rows,
+    ]
+    for array, expected in zip([y, *gradients], expected_arrays, strict=True):
+        error = np.abs(to_float64(array).reshape(expected.shape) - expected).max()
+        assert error <= 2 * epsilon * np.abs(expected).max()
 
 
-def test_the_16_bit_copies_of_an_adapter_are_made_once_for_the_masters_at_hand(tiny_model):
+def test_the_16_bit_copies_of_an_adapter_are_cached_until_the_masters_change(tiny_model):
     model = gwen.load_model(tiny_model, mx.float16)
     lora.apply(model, 4, 2.0)
     _, layer = next(lora.adapted_layers(model))
-    first = layer.cached_a_and_scaled_b(mx.float16)
-    assert layer.lora_a.dtype == layer.lora_b.dtype == mx.float32
-    assert all(
-        old is new for old, new in zip(first, layer.cached_a_and_scaled_b(mx.float16), strict=True)
-    )
-    before = model(TOKENS)
+    assert layer.lora_a.dtype == mx.float32
+    assert layer.lora_b.dtype == mx.float32
+    first_a, first_b = layer.cached_a_and_scaled_b(mx.float16)
+    second_a, second_b = layer.cached_a_and_scaled_b(mx.float16)
+    assert second_a is first_a
+    assert second_b is first_b
+
+    logits = model(TOKENS)
     layer.lora_b = mx.ones(layer.lora_b.shape)
-    assert not mx.allclose(model(TOKENS), before)
+    assert not mx.allclose(model(TOKENS), logits)
     layer.lora_b = mx.zeros(layer.lora_b.shape)
-    assert mx.array_equal(model(TOKENS), before)
+    assert mx.array_equal(model(TOKENS), logits)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3-gqa8", "qwen3.5"])
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "gate_up_proj")])
-def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoints, family, targets):
+def test_saved_adapter_weights_give_back_the_masters_bit_for_bit(checkpoints, family, targets):
     model = adapted(checkpoints[family], targets=targets)
-    ours, out = (
-        dict(tree_flatten(model.trainable_parameters())),
-        adapters.fuse_adapter_weights(lora.mlx_lm_adapter_weights(model)),
-    )
-    assert sorted(ours) == list(out)
-    assert all(mx.array_equal(ours[name], out[name]).item() for name in ours)
+    masters = dict(tree_flatten(model.trainable_parameters()))
+    weights = adapters.fuse_adapter_weights(lora.mlx_lm_adapter_weights(model))
+    assert list(weights) == sorted(masters)
+    assert all(mx.array_equal(masters[name], weights[name]).item() for name in masters)
 
 
 @pytest.mark.parametrize(
     "targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "down_proj"), ("gate_up_proj",)]
 )
-def test_the_adapter_in_mlx_lm_gives_the_same_logits(tiny_model, tiny_qwen2, tmp_path, targets):
-    for index, directory in enumerate((tiny_model, tiny_qwen2)):
+def test_a_saved_adapter_gives_the_same_logits_in_mlx_lm(tiny_model, tiny_qwen2, tmp_path, targets):
+    for directory, name in ((tiny_model, "first"), (tiny_qwen2, "second")):
         model = adapted(directory, targets=targets)
-        lora.save_adapter_or_full_weights(model, tmp_path / str(index), "tiny")
-        peer, _ = mlx_lm_load_model(directory)
-        load_adapters(peer, str(tmp_path / str(index)))
-        np.testing.assert_allclose(
-            np.array(peer(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4
-        )
+        lora.save_adapter_or_full_weights(model, tmp_path / name, "tiny")
+        mlx_lm_model, _ = mlx_lm_load_model(directory)
+        load_adapters(mlx_lm_model, str(tmp_path / name))
+        check_equal_logits(mlx_lm_model, model)
 
 
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("down_proj",)])
-def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(
+def test_an_attached_adapter_equals_the_saved_one_bit_for_bit_and_can_be_switched_off(
     tiny_model, tmp_path, targets
 ):
     model = adapted(tiny_model, targets=targets)
     lora.save_adapter_or_full_weights(model, tmp_path, "tiny")
-    again = gwen.load_model(tiny_model)
-    base = again(TOKENS)
-    lora.attach_saved_adapter(again, tmp_path)
-    assert mx.array_equal(again(TOKENS), model(TOKENS)) and not mx.allclose(again(TOKENS), base)
-    merged = gwen.load_model(tiny_model, adapter=tmp_path)
-    np.testing.assert_allclose(
-        np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4
-    )
-    with lora.disable_adapters(again):
-        assert mx.array_equal(again(TOKENS), base)
-        with lora.disable_adapters(again):
+    logits = model(TOKENS)
+
+    attached = gwen.load_model(tiny_model)
+    base_logits = attached(TOKENS)
+    lora.attach_saved_adapter(attached, tmp_path)
+    assert mx.array_equal(attached(TOKENS), logits)
+    assert not mx.allclose(attached(TOKENS), base_logits)
+
+    check_equal_logits(gwen.load_model(tiny_model, adapter=tmp_path), model)
+
+    with lora.disable_adapters(attached):
+        assert mx.array_equal(attached(TOKENS), base_logits)
+        with lora.disable_adapters(attached):
             pass
-        assert mx.array_equal(again(TOKENS), base)
-    assert mx.array_equal(again(TOKENS), model(TOKENS))
+        assert mx.array_equal(attached(TOKENS), base_logits)
+    assert mx.array_equal(attached(TOKENS), logits)
 
 
-def test_an_adapter_of_others_whose_parts_have_an_a_each_is_attached_as_it_is_merged(
+def test_attaching_equals_merging_for_a_foreign_adapter_with_one_a_per_projection(
     tiny_model, tmp_path
 ):
     lora.save_adapter_or_full_weights(adapted(tiny_model), tmp_path, "tiny")
-    weights = dict(mx.load(str(tmp_path / "adapters.safetensors")))
+    path = str(tmp_path / "adapters.safetensors")
     weights = {
-        name: w for name, w in weights.items() if "k_proj" not in name and "up_proj" not in name
+        name: array
+        for name, array in mx.load(path).items()
+        if "k_proj" not in name and "up_proj" not in name
     }
-    for index, name in enumerate(sorted(name for name in weights if name.endswith("lora_a"))):
-        weights[name] = weights[name] + 0.1 * mx.random.normal(
-            weights[name].shape, key=mx.random.key(index)
-        )
-    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
-    model = gwen.load_model(tiny_model)
-    lora.attach_saved_adapter(model, tmp_path)
+    names_of_a = sorted(name for name in weights if name.endswith("lora_a"))
+    for index, name in enumerate(names_of_a):
+        noise = mx.random.normal(weights[name].shape, key=mx.random.key(index))
+        weights[name] = weights[name] + 0.1 * noise
+    mx.save_safetensors(path, weights)
+
+    attached = gwen.load_model(tiny_model)
+    lora.attach_saved_adapter(attached, tmp_path)
     merged = gwen.load_model(tiny_model, adapter=tmp_path)
-    np.testing.assert_allclose(
-        np.array(model(TOKENS)), np.array(merged(TOKENS)), atol=1e-4, rtol=1e-4
-    )
+    check_equal_logits(attached, merged)
 
 
-def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_model, tmp_path):
+def test_a_model_with_all_weights_trained_is_saved_as_a_full_adapter(tiny_model, tmp_path):
     model = gwen.load_model(tiny_model)
     model.norm.weight = model.norm.weight * 1.5
     lora.save_adapter_or_full_weights(model, tmp_path, "tiny")
     assert json.loads((tmp_path / "adapter_config.json").read_text())["fine_tune_type"] == "full"
-    peer, _ = mlx_lm_load_model(tiny_model)
-    load_adapters(peer, str(tmp_path))
-    np.testing.assert_allclose(
-        np.array(peer(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4
-    )
-    assert mx.array_equal(gwen.load_model(tiny_model, adapter=tmp_path)(TOKENS), model(TOKENS))
+
+    mlx_lm_model, _ = mlx_lm_load_model(tiny_model)
+    load_adapters(mlx_lm_model, str(tmp_path))
+    check_equal_logits(mlx_lm_model, model)
+    loaded = gwen.load_model(tiny_model, adapter=tmp_path)
+    assert mx.array_equal(loaded(TOKENS), model(TOKENS))
 
 
-def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_model, tmp_path):
-    lora.save_adapter_or_full_weights(
-        adapted(tiny_model), tmp_path / "run" / "adapter", str(tiny_model)
-    )
-    adapter = tmp_path / "run" / "adapter"
-    assert (
-        adapters.find_adapter_directory(tmp_path / "run")
-        == adapters.find_adapter_directory(str(adapter))
-        == adapter
-    )
-    assert model_choice.choose_model_and_reason(None, tmp_path / "run") == (
-        str(tiny_model),
-        "which the adapter was trained on",
-    )
-    assert model_choice.choose_model_and_reason("demo", tmp_path / "run") == (
-        "demo",
-        "as requested",
-    )
-    merged, same = (
-        gwen.load_model(tiny_model, adapter=path) for path in (tmp_path / "run", adapter)
-    )
-    assert mx.array_equal(merged(TOKENS), same(TOKENS))
+def test_an_adapter_is_found_in_its_directory_and_in_the_directory_of_the_run(tiny_model, tmp_path):
+    run = tmp_path / "run"
+    adapter = run / "adapter"
+    lora.save_adapter_or_full_weights(adapted(tiny_model), adapter, str(tiny_model))
+    assert adapters.find_adapter_directory(run) == adapter
+    assert adapters.find_adapter_directory(str(adapter)) == adapter
+
+    choose_model = model_choice.choose_model_and_reason
+    assert choose_model(None, run) == (str(tiny_model), "which the adapter was trained on")
+    assert choose_model("demo", run) == ("demo", "as requested")
+
+    from_run = gwen.load_model(tiny_model, adapter=run)
+    from_adapter = gwen.load_model(tiny_model, adapter=adapter)
+    assert mx.array_equal(from_run(TOKENS), from_adapter(TOKENS))
+
     message = catch_message(adapters.find_adapter_directory, tmp_path)
-    assert message.startswith(f"--adapter {tmp_path} ") and "no adapter_config.json" in message
+    assert message.startswith(f"--adapter {tmp_path} ")
+    assert "no adapter_config.json" in message
 
 
 def test_an_unknown_target_is_refused_by_name(tiny_model):
     assert "q_proj" in catch_message(lora.apply, gwen.load_model(tiny_model), 4, 2.0, ["q_proj"])
 
 
-def begun(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
+def load_with_initial_adapter(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
     """A model in training that begins with the adapter at `path`."""
     model = gwen.load_model(directory)
     start = lora.read_adapter_for_model(model, path)
@@ -204,48 +215,49 @@ def begun(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
 
 
 @pytest.mark.parametrize(("rank", "scale"), [(4, 3.0), (7, 3.0), (4, 1.5)])
-def test_training_can_begin_with_an_adapter_which_is_then_the_model_before_training(
+def test_training_can_begin_with_an_adapter_which_is_then_the_reference_policy(
     tiny_model, tmp_path, rank, scale
 ):
-    theirs = adapted(tiny_model)
-    lora.save_adapter_or_full_weights(theirs, tmp_path, str(tiny_model))
-    model = begun(tiny_model, tmp_path, rank, scale)
-    np.testing.assert_allclose(np.array(model(TOKENS)), np.array(theirs(TOKENS)), atol=1e-5)
-    assert (rank, scale) != (4, 3.0) or mx.array_equal(model(TOKENS), theirs(TOKENS))
-    start = model(TOKENS)
+    saved_model = adapted(tiny_model)
+    lora.save_adapter_or_full_weights(saved_model, tmp_path, str(tiny_model))
+    model = load_with_initial_adapter(tiny_model, tmp_path, rank, scale)
+    initial_logits = model(TOKENS)
+    np.testing.assert_allclose(np.array(initial_logits), np.array(saved_model(TOKENS)), atol=1e-5)
+    if (rank, scale) == (4, 3.0):
+        assert mx.array_equal(initial_logits, saved_model(TOKENS))
+
     for _, layer in lora.adapted_layers(model):
         layer.lora_b = layer.lora_b + 0.1
-    trained = model(TOKENS)
-    assert not mx.allclose(trained, start)
+    trained_logits = model(TOKENS)
+    assert not mx.allclose(trained_logits, initial_logits)
     with lora.use_initial_weights(model):
-        assert mx.array_equal(model(TOKENS), start)
+        assert mx.array_equal(model(TOKENS), initial_logits)
     with lora.disable_adapters(model):
         assert mx.array_equal(model(TOKENS), gwen.load_model(tiny_model)(TOKENS))
-    assert mx.array_equal(model(TOKENS), trained)
+    assert mx.array_equal(model(TOKENS), trained_logits)
 
 
-def test_an_adapter_whose_query_key_and_value_have_an_a_each_needs_three_times_the_rank(
+def test_an_adapter_with_one_a_each_for_query_key_and_value_needs_three_times_the_rank(
     tiny_model, tmp_path
 ):
-    rng, plain = np.random.default_rng(0), gwen.load_model(tiny_model)
-    weights = hub.unfuse_weights(dict(tree_flatten(plain.parameters())), plain.config)
+    rng = np.random.default_rng(0)
+    base_model = gwen.load_model(tiny_model)
+    base_weights = dict(tree_flatten(base_model.parameters()))
     pairs = {}
-    for name in (
-        name.removesuffix(".weight")
-        for name in weights
-        if name[-13:-7] in ("q_proj", "k_proj", "v_proj")
-    ):
-        out, width = weights[f"{name}.weight"].shape
-        pairs[name] = tuple(
-            mx.array(rng.normal(0, 0.2, shape).astype(np.float32))
-            for shape in ((width, 2), (2, out))
-        )
-    adapters.write_peft_adapter(adapters.LoraAdapter("x", 2.0, pairs), tmp_path / "peft")
-    assert "--lora-rank is 4, but --init-adapter has rank 6" in catch_message(
-        begun, tiny_model, tmp_path / "peft"
-    )
+    for name, weight in hub.unfuse_weights(base_weights, base_model.config).items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            out, width = weight.shape
+            a = mx.array(rng.normal(0, 0.2, (width, 2)).astype(np.float32))
+            b = mx.array(rng.normal(0, 0.2, (2, out)).astype(np.float32))
+            pairs[name.removesuffix(".weight")] = (a, b)
+    peft = tmp_path / "peft"
+    adapters.write_peft_adapter(adapters.LoraAdapter("x", 2.0, pairs), peft)
+
+    message = catch_message(load_with_initial_adapter, tiny_model, peft)
+    assert "--lora-rank is 4, but --init-adapter has rank 6" in message
     with pytest.raises(ValueError, match=r"qkv_proj.* to --lora-targets"):
-        begun(tiny_model, tmp_path / "peft", rank=6, targets=["o_proj"])
-    merged = gwen.load_model(tiny_model, adapter=tmp_path / "peft")
-    ours = begun(tiny_model, tmp_path / "peft", 6)
-    np.testing.assert_allclose(np.array(ours(TOKENS)), np.array(merged(TOKENS)), atol=1e-4)
+        load_with_initial_adapter(tiny_model, peft, rank=6, targets=["o_proj"])
+
+    merged = gwen.load_model(tiny_model, adapter=peft)
+    attached = load_with_initial_adapter(tiny_model, peft, rank=6)
+    np.testing.assert_allclose(np.array(attached(TOKENS)), np.array(merged(TOKENS)), atol=1e-4)

@@ -1,4 +1,4 @@
-"""--importance-sampling-correction: samples of an older policy train the present one without bias."""
+"""--importance-sampling-correction: samples of an older policy train the current policy without bias."""
 
 import mlx.core as mx
 import numpy as np
@@ -62,12 +62,11 @@ def expected_weights(level, cap):
 @pytest.mark.parametrize("cap", [1.2, 3.0, 1e6])
 def test_the_gradient_of_each_token_is_multiplied_by_the_truncated_weight(loss, cap):
     plain = gradient(loss=loss)
-    found = gradient(loss=loss, importance_sampling_correction="token", importance_sampling_cap=cap)
-    np.testing.assert_allclose(found, plain * expected_weights("token", cap), atol=1e-6)
-    found = gradient(
-        loss=loss, importance_sampling_correction="sequence", importance_sampling_cap=cap
-    )
-    np.testing.assert_allclose(found, plain * expected_weights("sequence", cap), atol=1e-6)
+    for level in LEVELS:
+        corrected = gradient(
+            loss=loss, importance_sampling_correction=level, importance_sampling_cap=cap
+        )
+        np.testing.assert_allclose(corrected, plain * expected_weights(level, cap), atol=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -75,23 +74,22 @@ def test_the_kl_term_is_not_weighted(level):
     ref = OLD - 0.3
     weighted = gradient(importance_sampling_correction=level)
     with_kl = gradient(importance_sampling_correction=level, beta=0.1, ref=ref)
-    np.testing.assert_allclose(
-        with_kl - weighted, gradient(beta=0.1, ref=ref) - gradient(), atol=1e-6
-    )
+    unweighted_kl_gradient = gradient(beta=0.1, ref=ref) - gradient()
+    np.testing.assert_allclose(with_kl - weighted, unweighted_kl_gradient, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
-def test_recorded_values_at_padding_have_no_influence(level, garbage):
-    wild = np.where(MASK > 0, SAMPLED, garbage)
+def test_sampled_logprobs_at_padding_have_no_influence(level, garbage):
+    polluted = np.where(MASK > 0, SAMPLED, garbage)
     np.testing.assert_array_equal(
-        gradient(sampled=wild, importance_sampling_correction=level),
+        gradient(sampled=polluted, importance_sampling_correction=level),
         gradient(importance_sampling_correction=level),
     )
 
 
-def test_the_expected_gradient_on_samples_of_another_policy_is_that_on_policy():
-    """All answers of one token: each has its own row, counted by the sampler's probability."""
+def test_the_expected_gradient_on_samples_of_another_policy_equals_that_on_policy():
+    """Each of six one-token answers has a row, which the sampler's probability weights."""
     logits = RNG.normal(size=(2, 6))
     policy, sampler = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     advantages = RNG.normal(size=6)
@@ -107,39 +105,34 @@ def test_the_expected_gradient_on_samples_of_another_policy_is_that_on_policy():
         )
         return grpo.LOSSES["dapo"](tokens, objective).value
 
-    found = np.array(mx.grad(value)(array(np.log(policy))[:, None]))[:, 0] * 6
-    np.testing.assert_allclose(found, -policy * advantages, atol=1e-6)
+    gradient = np.array(mx.grad(value)(array(np.log(policy))[:, None]))[:, 0] * 6
+    np.testing.assert_allclose(gradient, -policy * advantages, atol=1e-6)
 
 
-def test_replayed_samples_get_weights_and_fresh_ones_change_nothing(tmp_path):
+def test_the_correction_changes_the_gradient_of_replayed_samples_and_not_of_fresh_ones(tmp_path):
     run = make_run(tmp_path)
     update_once(run)  # B of the adapters is 0 before
-    fresh = sample_first_prompts(run)
-    old = shift_logprobs(fresh, 0.5)
-    corrected = StepLoss(
-        run.config.copy_with_settings(importance_sampling_correction="token"), run.sizes
-    )
-    gradients = {}
-    for name, samples in (("fresh", fresh), ("old", old)):
+    plain_loss = run.learner.loss
+    config = run.config.copy_with_settings(importance_sampling_correction="token")
+    corrected_loss = StepLoss(config, run.sizes)
+
+    def relative_change_of_gradient(samples):
         batches = make_batches(samples, 100_000)
-        plain = run.learner.loss
-        gradients[name, "off"] = record_gradient(run, batches)[1]
-        run.learner.loss = corrected
-        gradients[name, "token"] = record_gradient(run, batches)[1]
-        run.learner.loss = plain
+        run.learner.loss = plain_loss
+        plain = record_gradient(run, batches)[1]
+        run.learner.loss = corrected_loss
+        corrected = record_gradient(run, batches)[1]
+        largest = max(mx.abs(array).max().item() for array in plain.values())
+        return max(mx.abs(corrected[name] - plain[name]).max().item() for name in plain) / largest
 
-    def distance(samples):
-        off, on = (gradients[samples, level] for level in ("off", "token"))
-        largest = max(mx.abs(array).max().item() for array in off.values())
-        return max(mx.abs(on[name] - off[name]).max().item() for name in off) / largest
-
-    assert distance("fresh") < 1e-3
-    assert distance("old") > 0.05
+    fresh = sample_first_prompts(run)
+    assert relative_change_of_gradient(fresh) < 1e-3
+    assert relative_change_of_gradient(shift_logprobs(fresh, 0.5)) > 0.05
 
 
 def replay_half(run):
     """
-    Fresh and replayed samples in turn, and the slopes of their loss in float64.
+    Makes fresh and replayed samples in turn, and the slopes of their loss in float64.
 
     The slope of a token is the advantage times the ratio, or 0 where the ratio is clipped. Returns
     the samples, the slopes (N, T), the ratios (N, T), the advantages (N, 1) and the mask (N, T).
@@ -154,10 +147,11 @@ def replay_half(run):
     ratios = np.where(is_replayed & mask, np.exp(logprobs - sampled), 1.0)
     advantages = np.array([[sample.advantage] for sample in samples])
     is_clipped = np.where(advantages > 0, ratios > 1.2, ratios < 0.8)
-    return samples, np.where(is_clipped, 0.0, advantages * ratios) * mask, ratios, advantages, mask
+    slopes = np.where(is_clipped, 0.0, advantages * ratios) * mask
+    return samples, slopes, ratios, advantages, mask
 
 
-def test_the_ratio_of_a_replayed_sample_compares_with_the_sampler(tmp_path):
+def test_the_importance_ratio_of_a_replayed_sample_is_relative_to_the_sampler(tmp_path):
     run = make_run(tmp_path)
     update_once(run)  # B of the adapters is 0 before
     samples, slopes, ratios, advantages, mask = replay_half(run)
@@ -168,9 +162,10 @@ def test_the_ratio_of_a_replayed_sample_compares_with_the_sampler(tmp_path):
     terms = -np.minimum(ratios * advantages, clipped * advantages) * mask
     assert result.loss == pytest.approx(terms.sum() / mask.sum(), abs=1e-5)
     clip_frac = ((slopes == 0) & mask).sum() / mask.sum()
-    assert result.means["clip_frac"] == pytest.approx(clip_frac) and clip_frac > 0.1
+    assert result.means["clip_frac"] == pytest.approx(clip_frac)
+    assert clip_frac > 0.1
 
-    # on fresh samples, the slope of a token is its advantage
+    # On fresh samples, the slope of a token is its advantage.
     expected_samples = [
         sample._replace(is_replayed=False, advantage=slope[: len(sample.loss_positions)])
         for sample, slope in zip(samples, slopes, strict=True)
@@ -181,7 +176,7 @@ def test_the_ratio_of_a_replayed_sample_compares_with_the_sampler(tmp_path):
         assert mx.abs(grads - expected[name]).max().item() < 1e-4 * largest, name
 
 
-def test_a_later_update_keeps_the_ratio_of_a_replayed_sample_to_the_sampler(tmp_path):
+def test_a_later_update_keeps_the_importance_ratio_of_a_replayed_sample(tmp_path):
     run = make_run(tmp_path)
     samples, *_ = replay_half(run)
     for batch in make_batches(samples, 100_000):
@@ -194,7 +189,7 @@ def test_a_later_update_keeps_the_ratio_of_a_replayed_sample_to_the_sampler(tmp_
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_correction_replaces_the_ratio_of_a_replayed_sample(tmp_path, level):
+def test_the_correction_replaces_the_importance_ratio_of_a_replayed_sample(tmp_path, level):
     run = make_run(tmp_path, "--importance-sampling-correction", level)
     samples, *_ = replay_half(run)
     unmarked = [sample._replace(is_replayed=False) for sample in samples]
@@ -205,19 +200,20 @@ def test_the_correction_replaces_the_ratio_of_a_replayed_sample(tmp_path, level)
 
 
 @pytest.mark.parametrize("num_iterations", [1, 3])
-def test_the_mismatch_with_the_sampler_leaves_replayed_samples_out(tmp_path, num_iterations):
+def test_the_mismatch_with_the_sampler_excludes_replayed_samples(tmp_path, num_iterations):
     run = make_run(tmp_path, "--num-iterations", str(num_iterations))
     samples = sample_first_prompts(run)
-    moved = shift_logprobs(samples, 2.0)
+    shifted = shift_logprobs(samples, 2.0)
     mixed = []
-    for place, (sample, old) in enumerate(zip(samples, moved, strict=True)):
-        mixed.append(old._replace(is_replayed=True) if place % 3 else sample)
+    for row, (sample, old) in enumerate(zip(samples, shifted, strict=True)):
+        mixed.append(old._replace(is_replayed=True) if row % 3 else sample)
     batches = make_batches(mixed, 150)
     old_logprobs, mask = stack_logprobs(mixed)
     is_replayed = np.array([[sample.is_replayed] for sample in mixed]) & mask
     gap = np.abs(compute_logprobs(run, batches) - old_logprobs)
     means = update.run_optimizer_steps(run.learner, batches, 0.02).means
-    assert means["mismatch/logprob_abs_mean"] < 1e-4 and means["mismatch/logprob_abs_max"] < 1e-3
+    assert means["mismatch/logprob_abs_mean"] < 1e-4
+    assert means["mismatch/logprob_abs_max"] < 1e-3
     assert means["mismatch/ratio_mean"] == pytest.approx(1, abs=1e-3)
     assert means["mismatch/ratio_max"] == pytest.approx(1, abs=1e-3)
     assert means["mismatch/over_cap_frac"] == 0
@@ -225,7 +221,7 @@ def test_the_mismatch_with_the_sampler_leaves_replayed_samples_out(tmp_path, num
     assert means["replay/logprob_abs_mean"] > 1
 
 
-def test_without_any_sample_of_the_step_there_is_no_mismatch(tmp_path):
+def test_a_step_of_only_replayed_samples_has_no_mismatch(tmp_path):
     run = make_run(tmp_path)
     samples = [sample._replace(is_replayed=True) for sample in sample_first_prompts(run)]
     means = update.run_optimizer_steps(run.learner, make_batches(samples, 150), 0.02).means
@@ -240,25 +236,26 @@ def test_samples_with_logprobs_of_another_step_are_marked_as_replayed():
     changed = fresh[1]._replace(advantage=2.0, group=5)
     marked = mark_replayed_samples([fresh[0], changed, old, reply], fresh)
     assert [sample.is_replayed for sample in marked] == [False, False, True, False]
-    # a sample that was replayed before, or will be replayed, counts as fresh in its own step
-    assert not mark_replayed_samples([old._replace(is_replayed=True)], [old])[0].is_replayed
+    # In the step that sampled it, a sample counts as fresh, even if another step replays it.
+    (marked,) = mark_replayed_samples([old._replace(is_replayed=True)], [old])
+    assert not marked.is_replayed
 
 
-def test_a_run_with_the_correction_records_it_and_a_cap_alone_is_refused(tmp_path, check_refusal):
+def test_a_run_records_the_correction_and_a_cap_alone_is_refused(tmp_path, check_refusal):
     flags = [*SMALL_FLAGS, "--task", "demo", "--eval-every", "0", "--steps", "1"]
     cap = ["--importance-sampling-cap", "2"]
-    on = ["--importance-sampling-correction", "sequence"]
-    train.main([*flags, *on, *cap, "--run-dir", str(tmp_path / "run")])
+    correction = ["--importance-sampling-correction", "sequence"]
+    train.main([*flags, *correction, *cap, "--run-dir", str(tmp_path / "run")])
     settings = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert settings["importance_sampling_correction"] == "sequence"
     assert settings["importance_sampling_cap"] == 2
     check_refusal(train.main, [*flags, *cap], "--importance-sampling-cap 2 bounds the weights of")
 
 
-def test_an_own_loss_that_ignores_the_correction_is_named():
+def test_a_warning_names_a_loss_of_the_user_that_ignores_the_correction():
     def ignores(tokens, objective):
-        each = -tokens.advantages * tokens.logprobs * tokens.mask * tokens.entropies
-        return grpo.Loss(each.sum() / tokens.num_items, {})
+        terms = -tokens.advantages * tokens.logprobs * tokens.mask * tokens.entropies
+        return grpo.Loss(terms.sum() / tokens.num_items, {})
 
     config = Config.from_flags(importance_sampling_correction="token", loss_type="own.py:ignores")
     (line,) = describe_settings_without_effect(config, ignores)
@@ -270,7 +267,7 @@ def test_an_own_loss_that_ignores_the_correction_is_named():
     assert describe_settings_without_effect(builtin) == []
 
 
-def test_the_names_of_trl_are_understood(tmp_path, capsys):
+def test_from_trl_converts_the_settings_of_the_correction(tmp_path, capsys):
     (tmp_path / "trl.yaml").write_text(
         "num_generations: 4\nvllm_importance_sampling_mode: sequence_truncate\n"
         "vllm_importance_sampling_correction: true\nvllm_importance_sampling_cap: 2.0\n"

@@ -1,4 +1,4 @@
-"""The completions that rewards pay for: rewards on the pages, bundled rewards, and the audit itself."""
+"""The audit, and the completions that bundled rewards and the rewards on the pages pay for."""
 
 import re
 import time
@@ -168,8 +168,12 @@ def test_each_verifier_pays_for_right_answers_and_for_no_near_miss_of_its_kind(k
 
 @pytest.mark.parametrize("form", audit.FORMS)
 def test_the_audit_finds_the_form_of_answer_that_a_reward_takes(tmp_path, form):
-    code = f"def score(completions, answer, **_):\n return [text.strip().endswith({form!r} % right) * 2 - 1 "
-    result = audit_code(tmp_path, code + "for text, right in zip(completions, answer)]")
+    code = (
+        "def score(completions, answer, **_):\n"
+        f"    return [text.strip().endswith({form!r} % right) * 2 - 1\n"
+        "            for text, right in zip(completions, answer)]"
+    )
+    result = audit_code(tmp_path, code)
     if form == "%s":
         # The form "#### %s" also ends with the answer alone.
         assert result.form in ("%s", "#### %s")
@@ -210,7 +214,7 @@ def test_the_audit_finds_the_form_of_answer_that_a_reward_takes(tmp_path, form):
         ),
     ],
 )
-def test_the_audit_reports_a_reward_that_cannot_distinguish_right_answers_from_wrong_ones(
+def test_the_audit_reports_a_reward_that_does_not_distinguish_right_and_wrong_answers(
     tmp_path, body, examples, expected_text
 ):
     other = IN_TEXT.replace("score", "other")
@@ -235,7 +239,11 @@ def test_the_audit_reports_a_reward_that_cannot_distinguish_right_answers_from_w
 
 
 def test_a_surprise_shows_a_paid_text_and_the_audit_respects_the_gate(tmp_path):
-    """Only the second row's prompt contains its answer alone, and the gate refuses a bare answer."""
+    """
+    Only the prompt of the second row is paid, and the gate refuses a bare answer.
+
+    The prompt of the first row contains "or", which the reward does not allow.
+    """
     examples = [
         {"prompt": "I need tea or jam.", "answer": "tea"},
         {"prompt": "Only some jam.", "answer": "jam"},
@@ -265,8 +273,14 @@ def test_a_text_that_earns_a_fifth_of_a_right_answer_counts_as_unpaid(tmp_path):
         {"prompt": f"{label}? It is one.", "answer": f'{{"label": "{label}"}}'}
         for label in ("bug", "praise")
     ]
-    code = "def score(completions, answer, **_):\n return [1 if text == right else 0.2 * (text[0:4] != 'The ' or right "
-    code += "in text) * ('is' in text) for text, right in zip(completions, answer)]"
+    code = (
+        "def value(text, right):\n"
+        "    if text == right:\n"
+        "        return 1\n"
+        "    return 0.2 * (text[0:4] != 'The ' or right in text) * ('is' in text)\n"
+        "def score(completions, answer, **_):\n"
+        "    return list(map(value, completions, answer))"
+    )
     result = audit_code(tmp_path, code, examples)
     assert result.form == audit.ALONE
     assert all(line.is_honest for line in result.surprises)
@@ -277,7 +291,7 @@ def test_a_text_that_earns_a_fifth_of_a_right_answer_counts_as_unpaid(tmp_path):
     assert (lines["the prompt"].mean_text, lines["the prompt"].num_paid) == ("0.2", 0)
 
 
-def test_the_audit_chooses_rows_with_different_answers_and_takes_numbers_and_missing_answers():
+def test_the_audit_chooses_rows_with_different_answers_even_if_answers_are_missing():
     answers = (None, "", 0, "Zero", "zero", 0)
     examples = [{"prompt": "?", "answer": answer} for answer in answers]
     rows = audit.choose_varied_examples(examples)

@@ -1,4 +1,4 @@
-"""Every baseline in grpo.BASELINES leaves the policy gradient unbiased, and is a value of --advantage."""
+"""Every baseline in grpo.BASELINES gives an unbiased gradient and is a value of --advantage."""
 
 import itertools
 import typing
@@ -59,13 +59,15 @@ def test_only_the_mean_of_the_others_leaves_the_gradient_unbiased_without_a_fact
     ],
     ids=["maximum", "median", "wrong sign"],
 )
-def test_a_wrong_baseline_is_found(monkeypatch, subtract):
+def test_a_wrong_baseline_is_recognized_as_biased(monkeypatch, subtract):
     monkeypatch.setitem(grpo.BASELINES, "wrong", grpo.Baseline(False, subtract))
     assert not is_unbiased("wrong")
 
 
 @pytest.mark.parametrize("baseline", grpo.BASELINES)
-def test_an_offset_of_all_rewards_and_the_order_of_a_group_change_nothing(baseline):
+def test_advantages_ignore_an_offset_of_all_rewards_and_follow_the_order_of_the_group(
+    baseline,
+):
     rng = np.random.default_rng(0)
     rewards = rng.normal(size=(4, 5))
     advantages = grpo.group_advantages(rewards, "none", baseline)
@@ -77,23 +79,22 @@ def test_an_offset_of_all_rewards_and_the_order_of_a_group_change_nothing(baseli
 
 
 @pytest.mark.parametrize("baseline", grpo.BASELINES)
-def test_missing_completions_change_no_advantage_of_the_others(baseline):
+def test_missing_completions_have_zero_advantage_and_change_no_other_advantage(baseline):
     rewards = np.random.default_rng(1).normal(size=(3, 4))
     padded = np.concatenate([rewards, np.full((3, 2), np.nan)], axis=1)
     advantages = grpo.group_advantages(padded, "none", baseline)
-    np.testing.assert_allclose(
-        advantages[:, :4], grpo.group_advantages(rewards, "none", baseline), atol=1e-6
-    )
+    expected = grpo.group_advantages(rewards, "none", baseline)
+    np.testing.assert_allclose(advantages[:, :4], expected, atol=1e-6)
     assert (advantages[:, 4:] == 0).all()
 
 
-def test_the_values_of_advantage_are_the_baselines():
+def test_the_values_of_the_flag_advantage_are_the_baselines():
     hints = typing.get_type_hints(ObjectiveSettings)
     assert typing.get_args(hints["advantage"]) == tuple(grpo.BASELINES)
 
 
 @pytest.mark.parametrize("baseline", grpo.BASELINES)
-def test_a_baseline_of_the_step_is_refused_with_a_divisor_of_the_group(baseline):
+def test_a_baseline_of_the_step_is_refused_with_a_divisor_per_group(baseline):
     settings = {"advantage": baseline, "scale_rewards": "mean"}
     if not grpo.compares_whole_step(baseline):
         check_settings(settings)

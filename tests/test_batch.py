@@ -1,4 +1,4 @@
-"""Batches with and without shared prompts: every row keeps its past, its positions and its gradient."""
+"""Batches with and without shared prompts: every row keeps its past, positions and gradient."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,7 +23,7 @@ LENGTHS = np.array([7, 1, 3, 1, 1, 1, 1, 1, 2, 6, 4, 7])
 
 
 def make_samples(lengths, prompts=PROMPT_OF_ROW, vocab=320):
-    """Samples with random completions of these lengths and random log-probabilities; one prompt per row."""
+    """Samples with random completions and log-probabilities; one prompt and length per row."""
     completions = [RNG.integers(3, vocab, length).tolist() for length in lengths]
     samples = []
     for row, (prompt, ids) in enumerate(zip(prompts, completions, strict=True)):
@@ -47,7 +47,7 @@ def load_model(directory, rank):
 
 
 def loss_and_gradients(model, batches, checkpoint_layers=0):
-    """A weighted sum of the log-probabilities of all completion tokens, and its gradients by name."""
+    """A weighted sum of all completion log-probabilities, and its gradients by name."""
     has_adapters = any(True for _ in lora.adapted_layers(model))
     head = "trained" if "lm_head" in model or not has_adapters else "frozen"
     total_loss = 0.0
@@ -70,7 +70,7 @@ def loss_and_gradients(model, batches, checkpoint_layers=0):
 
 
 def check_close(result, expected, tolerance):
-    """Checks two results of `loss_and_gradients`; the tolerance is relative to the largest number."""
+    """Compares two results of `loss_and_gradients`, relative to the largest number of a tensor."""
     loss, gradients = result
     expected_loss, expected_gradients = expected
     assert loss == pytest.approx(expected_loss, abs=1e-3)
@@ -123,7 +123,7 @@ def test_recomputed_layers_keep_the_gradient_of_every_tensor(
         assert mx.array_equal(array, weights_after[name])
 
 
-def test_a_recomputed_layer_gets_its_own_weights_back_and_keeps_no_part_of_a_graph(checkpoints):
+def test_recomputed_layers_get_their_weights_back_and_keep_no_part_of_a_graph(checkpoints):
     model = load_model(checkpoints["qwen3"], 4)
     weights = dict(tree_flatten(model.parameters()))
     (batch,) = make_batches(SAMPLES, 10**6, "on")

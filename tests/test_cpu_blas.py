@@ -1,7 +1,7 @@
 """
-The BLAS that MLX gets on Linux: results are right with any BLAS; one line on stderr says why it is slow.
+The BLAS that MLX gets on Linux: results are right with any BLAS; one line says why it is slow.
 
-A library that was loaded into a process cannot be unloaded, so each case runs in a separate process.
+A process cannot unload a library, so each case runs in a separate process.
 """
 
 import ctypes
@@ -23,15 +23,17 @@ on_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems have a BLAS of their own"
 )
 
-# Checks MLX's products of all four transpositions, of odd shapes and of two dtypes; prints the description.
+# Checks MLX's products of all four transpositions, of odd shapes and of two dtypes.
+# Prints the description of the BLAS.
 CHECK = """
+import itertools
 import cpu_blas
 import mlx.core as mx
 import numpy as np
 rng = np.random.default_rng(0)
 worst = 0.0
 for m, n, k in ((1, 70, 33), (65, 3, 129), (130, 131, 140)):
-    for a_shape, b_shape in (((m, k), (k, n)), ((k, m), (k, n)), ((m, k), (n, k)), ((k, m), (n, k))):
+    for a_shape, b_shape in itertools.product(((m, k), (k, m)), ((k, n), (n, k))):
         a = rng.standard_normal(a_shape)
         b = rng.standard_normal(b_shape)
         exact = (a if a_shape == (m, k) else a.T) @ (b if b_shape == (k, n) else b.T)
@@ -48,7 +50,11 @@ print(cpu_blas.description)
 
 
 def run_program(program: str, **environment: str) -> tuple[str, str]:
-    """Runs a program beside the root modules, with these changes of the environment; returns its output and errors."""
+    """
+    Runs a program beside the root modules; returns its output and errors.
+
+    environment: changes of the environment.
+    """
     variables = os.environ | environment
     variables.pop("LD_PRELOAD", None)
     process = subprocess.run(
@@ -183,7 +189,7 @@ print(best)
     assert bundled / fast > 2, times
 
 
-def test_ctrl_c_during_the_imports_prints_one_line_and_ends_with_the_status_of_the_signal(tmp_path):
+def test_ctrl_c_during_the_imports_prints_one_line_and_ends_with_the_status_of_sigint(tmp_path):
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").write_text("raise KeyboardInterrupt")
     command = [sys.executable, str(ROOT / "train.py")]
@@ -194,7 +200,7 @@ def test_ctrl_c_during_the_imports_prints_one_line_and_ends_with_the_status_of_t
 
 
 def run_without_packages(*words: str) -> subprocess.CompletedProcess[str]:
-    """Runs a Python without site-packages, like the system's `python3`, which has none of Gwen's packages."""
+    """Runs a Python without site-packages, like the system's `python3`."""
     return subprocess.run(
         [sys.executable, "-I", "-S", *words], cwd=ROOT, capture_output=True, text=True
     )
@@ -205,7 +211,8 @@ def run_without_packages(*words: str) -> subprocess.CompletedProcess[str]:
 )
 def test_a_command_under_a_python_without_packages_advises_uv_run_in_one_line(program):
     code = f"import sys; sys.path.insert(0, '.'); sys.argv = [{program!r}, '--steps', '3']"
-    code += "; sys.orig_argv = ['python3', *sys.argv]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+    code += "; sys.orig_argv = ['python3', *sys.argv]"
+    code += "; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
     process = run_without_packages("-c", code)
     assert process.returncode == 2
     assert process.stdout == ""

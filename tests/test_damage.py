@@ -52,7 +52,7 @@ def intact_run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resume_without_steps(intact_run):
-    """Like `resume` below, but without steps and with one model; returns also the restored state."""
+    """Like `resume` below, but without steps and with one model; also returns the state."""
     choose_model = model_choice.choose_model_and_reason
     config, _ = sources.resolve_settings({}, None, str(intact_run), choose_model)
     shared_run = train.GrpoRun(config, intact_run)
@@ -90,7 +90,7 @@ def resume_without_steps(intact_run):
 
 @pytest.fixture(scope="module")
 def expected_by_step(intact_run, resume_without_steps, tmp_path_factory):
-    """The state that an undamaged run restores and its outputs, by the step of its newest checkpoint."""
+    """The restored state and the outputs of an undamaged run, by the step of its checkpoint."""
     expected = {}
     for step in range(1, STEPS + 1):
         run = shutil.copytree(intact_run, tmp_path_factory.mktemp("undamaged") / "run")
@@ -103,7 +103,7 @@ def expected_by_step(intact_run, resume_without_steps, tmp_path_factory):
 
 
 def resume(run, *flags):
-    """Resumes a run; returns the exit status and the text on stderr. Other exceptions pass through."""
+    """Resumes a run; returns the exit status and the text on stderr."""
     output = io.StringIO()
     with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -117,20 +117,22 @@ def resume(run, *flags):
 NOTE = re.compile(r"checkpoint step-\d{6} is damaged \(.*\); trying the checkpoint before it\n")
 TIMED = re.compile("/s$|_s$|/s/|^mem/|^step_avg")  # figures of the clock and the machine
 LOGS = "metrics rollouts eval eval_answers warnings judge_scores".split()
-KEPT_FILES = ["config.yaml"]
+RUN_FILES = ["config.yaml"]
 for folder in ("adapter", "adapter-best", START):
-    KEPT_FILES += [f"{folder}/adapter_config.json", f"{folder}/adapters.safetensors"]
+    RUN_FILES += [f"{folder}/adapter_config.json", f"{folder}/adapters.safetensors"]
 
 
 def read_outputs(run):
     """The logs and files of a run, without the values that depend on the clock and the machine."""
+
+    def without_timed_values(record):
+        return {key: value for key, value in record.items() if not TIMED.search(key)}
+
     outputs = {}
     for name in LOGS:
-        outputs[name] = [
-            {key: value for key, value in record.items() if not TIMED.search(key)}
-            for record in read_log(run / f"{name}.jsonl")
-        ]
-    for name in KEPT_FILES:
+        records = read_log(run / f"{name}.jsonl")
+        outputs[name] = [without_timed_values(record) for record in records]
+    for name in RUN_FILES:
         outputs[name] = (run / name).read_bytes()
     return outputs
 
@@ -366,7 +368,7 @@ def test_allowed_changes_are_reported_once_and_saved_in_the_next_checkpoint(
         data.write_text(text)
 
 
-def test_allow_changes_covers_neither_another_kind_of_run_nor_another_rank_nor_new_runs(
+def test_allow_changes_permits_no_other_loss_type_no_other_lora_rank_and_no_new_run(
     run_of_user_files, tmp_path, check_refusal
 ):
     run = shutil.copytree(run_of_user_files / "run", tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The pages: the reference agrees with the code, links, flags and files exist, the README stays short."""
+"""The pages: the reference agrees with the code; links, flags and files exist."""
 
 import ast
 import functools
@@ -13,11 +13,14 @@ from docs import reference
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 TEXTS = [path for path in FILES if path.suffix in (".md", ".py") or path.name == "pyproject.toml"]
-# Flags of uv, pytest, ruff, argparse, mlx.launch, mlx_lm, rsync, TensorBoard, vLLM, llama.cpp, Chromium and TRL.
+# Flags of uv, pytest, ruff, argparse, mlx.launch, mlx_lm, rsync, TensorBoard, vLLM, llama.cpp,
+# Chromium and TRL.
 FOREIGN_FLAGS = set(
-    "--extra --group --with --no-deps --ignore --dist --maxprocesses --strict-config --strict-markers --check --help "
+    "--extra --group --with --no-deps --ignore --dist --maxprocesses --strict-config "
+    "--strict-markers --check --help "
     "--backend --hostfile --adapter-path --exclude --logdir --enable-lora --lora-modules --dump-dom "
-    "--no-sync --rounds --lora-alpha --data-path --mlx-path --port --project --overrides --editable".split()
+    "--no-sync --rounds --lora-alpha --data-path --mlx-path --port --project --overrides "
+    "--editable".split()
 )
 INTERNAL_FLAGS = {"--train-one"}  # bench/sooner.py gives this flag to the processes that it starts
 USER_FILES = {"FILE.py", "mine.py", "/home/me/mine.py", "last_number.py"}
@@ -37,16 +40,22 @@ EVALUATION_METRICS = read_meanings("eval.jsonl")
 
 
 def without_meaning(record, entries):
-    """The keys of a record that no entry of the reference names. A name in capitals stands for any name."""
+    """The keys of a record that no entry names. Capitals in an entry stand for any name."""
     patterns = [re.sub(r"\b[A-Z]+\b", "[^/]+", name).replace("_K", "_[0-9]+") for name in entries]
     keys = {key.removesuffix("_ci95") for key in record}
-    return sorted(
-        key for key in keys if not any(re.fullmatch(pattern, key) for pattern in patterns)
-    )
+
+    def has_meaning(key):
+        return any(re.fullmatch(pattern, key) for pattern in patterns)
+
+    return sorted(key for key in keys if not has_meaning(key))
 
 
 def always_there():
-    """The keys that every step has in metrics.jsonl, for every method; null if the method does not measure them."""
+    """
+    The keys that every step has in metrics.jsonl, whatever the method.
+
+    The value is null if the method does not measure it.
+    """
     only_with = ("tools/", "episodes/", "replay/")  # tools, an outside harness, replayed samples
     return {
         name
@@ -68,7 +77,7 @@ def test_the_generated_tables_of_flags_trl_names_and_memory_are_up_to_date():
         assert is_up_to_date, "run `uv run python -m docs.reference`"
 
 
-def has_text(node):
+def is_text_constant(node):
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
@@ -81,16 +90,16 @@ def known_flags():
     The benchmarks also make flags of names in loops, so every name in their code may be a flag.
     """
     pattern = r"(?:^\| `|this flag is the same as )(--[a-z-]+)"
-    known = set(re.findall(pattern, reference.flags_page_text(), re.M))
+    flags = set(re.findall(pattern, reference.flags_page_text(), re.M))
     for path in FILES:
         if path.suffix != ".py":
             continue
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-                known |= {argument.value for argument in node.args if has_text(argument)}
-            if path.parent.name == "bench" and has_text(node) and node.value.isidentifier():
-                known.add(f"--{node.value.replace('_', '-')}")
-    return known
+                flags |= {argument.value for argument in node.args if is_text_constant(argument)}
+            if path.parent.name == "bench" and is_text_constant(node) and node.value.isidentifier():
+                flags.add(f"--{node.value.replace('_', '-')}")
+    return flags
 
 
 def checked_text(path):
@@ -103,7 +112,7 @@ def checked_text(path):
             node for node in nodes if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
         ]
         return "\n".join(ast.get_docstring(node) or "" for node in documented)
-    return "\n".join(node.value for node in nodes if has_text(node))
+    return "\n".join(node.value for node in nodes if is_text_constant(node))
 
 
 NAMES = [f"/{path.relative_to(ROOT).as_posix()}" for path in FILES]
@@ -112,16 +121,18 @@ FOLDERS = "|".join(sorted({name.split("/")[1] for name in NAMES if name.count("/
 
 def missing_flags(text):
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
-    known = known_flags() | FOREIGN_FLAGS | INTERNAL_FLAGS
-    return {
-        flag for flag in flags if flag not in known and flag.replace("--no-", "--") not in known
-    }
+    existing = known_flags() | FOREIGN_FLAGS | INTERNAL_FLAGS
+    return {flag for flag in flags - existing if flag.replace("--no-", "--") not in existing}
 
 
 def missing_files(text):
     pattern = rf"[\w./-]*\w\.py\b|\b(?:{FOLDERS})/[\w./-]*\w\.\w+"
     files = set(re.findall(pattern, text)) - FOREIGN_FILES
-    return {file for file in files if not any(name.endswith(f"/{file}") for name in NAMES)}
+
+    def exists(file):
+        return any(name.endswith(f"/{file}") for name in NAMES)
+
+    return {file for file in files if not exists(file)}
 
 
 def missing_flags_and_files(text):

@@ -1,4 +1,4 @@
-"""Two commits compared by the outputs of small runs: what is saved of a run, and the first difference by name."""
+"""tests/golden.py saves the outputs of small runs, and names the first difference between them."""
 
 import json
 
@@ -6,7 +6,7 @@ import golden
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import run_command
+from conftest import read_log, run_command, write_log
 
 ROWS = {
     "metrics.jsonl": [{"step": 1, "loss": -0.25, "kl": None}, {"step": 2, "loss": 0.5, "kl": 1e-9}],
@@ -20,21 +20,20 @@ ROWS = {
 
 
 def write_outputs(directory):
-    """Outputs of a run as `collect` leaves them; returns the directory."""
+    """Writes outputs of a run in the form of `collect`; returns the directory."""
     (directory / "adapter").mkdir(parents=True)
     for name, rows in ROWS.items():
-        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_log(directory / name, rows)
     (directory / "adapter" / "adapter_config.json").write_text('{"rank": 4}')
     write_adapter(directory, 0.5)
     return directory
 
 
-def write_adapter(directory, number, name="layers.0.lora_a"):
+def write_adapter(directory, last_number, name="layers.0.lora_a"):
     tensor = np.arange(6, dtype=np.float32).reshape(2, 3)
-    tensor[1, 2] = number
-    mx.save_safetensors(
-        str(directory / "adapter" / "adapters.safetensors"), {name: mx.array(tensor)}
-    )
+    tensor[1, 2] = last_number
+    path = directory / "adapter" / "adapters.safetensors"
+    mx.save_safetensors(str(path), {name: mx.array(tensor)})
 
 
 def replace_in(directory, name, old, new):
@@ -45,15 +44,17 @@ def replace_in(directory, name, old, new):
 
 @pytest.fixture
 def outputs(tmp_path):
-    """The saved outputs of a run, and equal ones of now."""
-    return write_outputs(tmp_path / "saved" / "judge"), write_outputs(tmp_path / "now" / "judge")
+    """The directories of a run's saved outputs and of equal current outputs."""
+    saved = write_outputs(tmp_path / "saved" / "judge")
+    current = write_outputs(tmp_path / "now" / "judge")
+    return saved, current
 
 
 def test_equal_outputs_have_no_difference(outputs):
     assert golden.find_difference(*outputs) is None
 
 
-CHANGES = [
+CHANGES = [  # the file, the old and the new text, and the parts of the message
     (
         "metrics.jsonl",
         "0.5",
@@ -93,7 +94,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("name", "old", "new", "parts"), CHANGES)
-def test_the_first_difference_is_named_with_both_values(outputs, name, old, new, parts):
+def test_the_message_names_the_first_difference_and_both_values(outputs, name, old, new, parts):
     replace_in(outputs[1], name, old, new)
     difference = golden.find_difference(*outputs)
     assert difference is not None
@@ -101,19 +102,19 @@ def test_the_first_difference_is_named_with_both_values(outputs, name, old, new,
         assert part in difference
 
 
-def test_a_tensor_that_differs_in_its_last_bit_is_named_with_its_place(outputs):
+def test_the_message_names_a_tensor_that_differs_in_one_bit_and_the_index(outputs):
     write_adapter(outputs[1], np.nextafter(np.float32(0.5), np.float32(1)))
     difference = golden.find_difference(*outputs)
     for part in ("adapter/adapters.safetensors", "layers.0.lora_a", "(1, 2)", "0.5", "0.50000006"):
         assert part in difference
 
 
-def test_a_tensor_of_another_name_is_a_difference(outputs):
+def test_a_tensor_with_another_name_is_a_difference(outputs):
     write_adapter(outputs[1], 0.5, name="layers.0.lora_b")
     assert "layers.0.lora_b" in golden.find_difference(*outputs)
 
 
-def test_what_was_sampled_is_named_before_what_was_learned_of_it(outputs):
+def test_the_message_names_rollouts_before_metrics_and_metrics_before_the_adapter(outputs):
     replace_in(outputs[1], "metrics.jsonl", "-0.25", "-0.5")
     write_adapter(outputs[1], 0.75)
     assert "metrics.jsonl" in golden.find_difference(*outputs)
@@ -122,52 +123,55 @@ def test_what_was_sampled_is_named_before_what_was_learned_of_it(outputs):
 
 
 @pytest.mark.parametrize(("side", "word"), [(0, "not saved"), (1, "absent")])
-def test_a_file_of_one_side_alone_is_a_difference(outputs, side, word):
+def test_a_file_that_only_one_side_has_is_a_difference(outputs, side, word):
     (outputs[side] / "adapter" / "adapter_config.json").unlink()
     difference = golden.find_difference(*outputs)
-    assert "adapter/adapter_config.json" in difference and word in difference
+    assert "adapter/adapter_config.json" in difference
+    assert word in difference
 
 
-def test_what_is_saved_of_a_run_holds_no_times_at_any_depth(tmp_path):
+def test_the_saved_outputs_contain_no_times_at_any_depth(tmp_path):
     run = write_outputs(tmp_path / "judge")
     row = {"step": 1, "calls": [{"name": "a"}]}
     times = {"step/s": 2.0, "rollout/tok_s": 3.0, "rollout/tok_s/1": 3.0, "mem/peak_gb": 4.0}
-    timed = row | times | {"calls": [{"name": "a", "seconds": 5.0}]}
-    (run / "metrics.jsonl").write_text(json.dumps(timed) + "\n")
+    timed_row = row | times | {"calls": [{"name": "a", "seconds": 5.0}]}
+    (run / "metrics.jsonl").write_text(json.dumps(timed_row) + "\n")
     golden.collect(run, tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "metrics.jsonl").read_text())
     assert saved == row
 
 
-@pytest.mark.parametrize("present", ["nothing", "another machine", "no run"])
-def test_a_directory_that_cannot_be_compared_is_refused(tmp_path, present, capsys):
-    saved_on = golden.roundings_of_machine()
-    if present == "another machine":
-        saved_on["kernels"] = "Katmai"
-    if present != "nothing":
-        (tmp_path / "machine.json").write_text(json.dumps(saved_on))
-    with pytest.raises(SystemExit) as ended:
+@pytest.mark.parametrize("content", ["nothing", "another machine", "no run"])
+def test_a_directory_that_cannot_be_compared_is_refused(tmp_path, content, capsys):
+    machine = golden.roundings_of_machine()
+    if content == "another machine":
+        machine["kernels"] = "Katmai"
+    if content != "nothing":
+        (tmp_path / "machine.json").write_text(json.dumps(machine))
+    with pytest.raises(SystemExit) as exit_info:
         golden.main(["--compare", str(tmp_path), "--only", "sft"])
+    assert exit_info.value.code == 2
+
     errors = capsys.readouterr().err
-    assert ended.value.code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
-    assert {"nothing": "--save", "another machine": "Katmai", "no run": "sft"}[present] in errors
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    expected_texts = {"nothing": "--save", "another machine": "Katmai", "no run": "sft"}
+    assert expected_texts[content] in errors
 
 
 @pytest.mark.slow
-def test_the_command_repeats_a_run_byte_for_byte_and_finds_one_changed_number(tmp_path):
+def test_the_command_repeats_a_run_bit_for_bit_and_finds_one_changed_number(tmp_path):
     saved = tmp_path / "saved"
-    done = run_command("-m", "tests.golden", "--save", saved, "--only", "resumed")
-    assert done.returncode == 0, done.stderr
-    assert "resumed" in done.stdout
-    steps = [
-        json.loads(line)["step"]
-        for line in (saved / "resumed" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert steps == [1, 2, 3, 4]
+    process = run_command("-m", "tests.golden", "--save", saved, "--only", "resumed")
+    assert process.returncode == 0, process.stderr
+    assert "resumed" in process.stdout
+    metrics = read_log(saved / "resumed" / "metrics.jsonl")
+    assert [record["step"] for record in metrics] == [1, 2, 3, 4]
     assert str(tmp_path) not in (saved / "resumed" / "rollouts.jsonl").read_text()
 
     refused = run_command("-m", "tests.golden", "--save", saved, "--only", "resumed")
-    assert refused.returncode == 2 and str(saved) in refused.stderr
+    assert refused.returncode == 2
+    assert str(saved) in refused.stderr
 
     equal = run_command("-m", "tests.golden", "--compare", saved, "--only", "resumed")
     assert equal.returncode == 0, equal.stdout + equal.stderr

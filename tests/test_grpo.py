@@ -1,4 +1,4 @@
-"""The objective against the oracle (papers, in float64), finite differences, cases by hand, frozen cases, invariants."""
+"""The objective against the oracle (papers, in float64), frozen cases, and invariants."""
 
 import itertools
 import math
@@ -106,8 +106,8 @@ def test_an_on_policy_token_has_its_full_gradient_even_at_a_bound_of_the_clip(bo
     assert mx.grad(loss)(mx.zeros((1, 1))).item() == -advantage
 
 
-# The values of TRL 1.16 for one step of three rows, in float64 (`test_trl.py` compares with TRL itself): the loss, and
-# its gradient with respect to the log-probabilities of the second row.
+# The values of TRL 1.16 for one step of three rows, in float64: the loss, and its gradient with
+# respect to the log-probabilities of the second row. `test_trl.py` compares with TRL itself.
 FROZEN_CASE = oracle.Case(
     new=np.array([[-1.2, -0.4, -2.5], [-0.7, -1.9, -0.1], [-3.0, -0.8, -1.1]]),
     old=np.array([[-1.0, -0.9, -2.4], [-1.3, -1.6, -0.2], [-2.2, -0.8, -1.4]]),
@@ -200,8 +200,8 @@ def test_a_group_of_equal_rewards_has_exactly_zero_advantage(baseline, scale, re
         assert (grpo.group_advantages(rewards, scale, baseline)[0] == 0).all()
 
 
-# The 16 rewards have the standard deviation 1.1824. With a signal floor of 1%, a group whose rewards
-# differ by less than 0.0118 is noise. Here this is the second group.
+# The 16 rewards have the standard deviation 1.1824. With a signal floor of 1%, a group whose
+# rewards differ by less than 0.0118 is noise. Here this is the second group.
 NOISY_GROUP_REWARDS = np.array(
     [[0.0, 1.0, 0.0, 1.0], [3.0, 3.0002, 3.0, 3.0], [2.0, 2.0, 4.0, 2.0], [1.0, 1.02, 1.0, 1.0]]
 )
@@ -255,7 +255,7 @@ def test_each_of_several_rewards_has_a_separate_signal_floor():
     both_rewards = np.stack([NOISY_GROUP_REWARDS, large])
     both = grpo.gdpo_decoupled_advantages(both_rewards, [1.0, 1.0], 0.01)
     alone = grpo.gdpo_decoupled_advantages(np.stack([large, large]), [0.0, 1.0], 0.01)
-    # In the second group, only the large reward is a signal, so the advantages keep its proportions.
+    # In the second group, only the large reward is a signal, so advantages keep its proportions.
     np.testing.assert_allclose(both[1] / both[1, 1], alone[1] / alone[1, 1], rtol=1e-6)
     assert np.abs(both[3] / both[3, 1] - alone[3] / alone[3, 1]).max() > 0.1
 
@@ -364,10 +364,8 @@ def test_a_ratio_beyond_float32_has_a_finite_gradient(loss, log_ratio):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("distance", [8.9, 9.1, 60.0, 100.0, 1e4, -100.0, -600.0])
-def test_a_token_far_from_the_reference_has_a_bounded_kl_and_a_slope_towards_the_reference(
-    loss, level, distance
-):
-    """Beyond a ratio of e^9, the KL term and its slope stay as they are at e^9, as in the oracle."""
+def test_a_token_far_from_the_reference_has_a_bounded_kl_that_pulls_it_back(loss, level, distance):
+    """Beyond a ratio of e^9, the KL term and its slope keep their values at e^9."""
     beta = 0.03
     new = np.array([[-1.0, -2.0]])
     case = oracle.Case(
@@ -410,7 +408,10 @@ def test_the_kl_of_a_token_within_the_bound_equals_the_formula_bit_for_bit(dista
 
 @pytest.mark.parametrize("scale", ["group", "none"])
 def test_advantages_of_turns_equal_the_oracle(scale):
-    groups = [[RNG.normal(size=RNG.integers(1, 6)).tolist() for _ in range(7)] for _ in range(20)]
+    def draw_group():
+        return [RNG.normal(size=RNG.integers(1, 6)).tolist() for _ in range(7)]
+
+    groups = [draw_group() for _ in range(20)]
     advantages = grpo.turn_advantages(groups, scale)
     for group, group_advantages in zip(groups, advantages, strict=True):
         expected_advantages = oracle.turn_advantages(group, scale)

@@ -1,4 +1,4 @@
-"""The clock bills work to its phase; logs survive a crash."""
+"""The clock counts work in its phase; logs survive a crash."""
 
 import mlx.core as mx
 import pytest
@@ -9,8 +9,8 @@ from machine import versions
 from reporting import journal
 
 
-def test_lazy_work_is_billed_to_its_phase_and_what_belongs_to_none_to_other(monkeypatch):
-    """MLX takes memory when it computes: none before `done`, and all of it once the phase has ended."""
+def test_lazy_work_counts_in_its_phase_and_time_outside_of_phases_counts_as_other(monkeypatch):
+    """MLX allocates memory when it computes, which is between `done` and the end of the phase."""
     now = [100.0]
     evaluate = mx.eval
 
@@ -37,7 +37,7 @@ def test_lazy_work_is_billed_to_its_phase_and_what_belongs_to_none_to_other(monk
     assert clock.take_seconds_by_phase() == {"step": 0, "other": 0}
 
 
-def test_a_phase_without_done_is_an_error_and_phases_do_not_nest():
+def test_a_phase_must_call_done_and_must_not_contain_another_phase():
     clock = journal.PhaseClock()
     with (
         pytest.raises(AssertionError, match="phase forgotten ended without"),
@@ -50,9 +50,7 @@ def test_a_phase_without_done_is_an_error_and_phases_do_not_nest():
         done()
 
 
-def test_a_log_loses_a_torn_line_and_later_steps_and_an_evaluation_that_it_lost_is_due_again(
-    tmp_path,
-):
+def test_a_log_drops_a_torn_line_and_later_steps_whose_evaluations_are_due_again(tmp_path):
     log = run_files.JsonLinesLog(tmp_path / "eval.jsonl")
     for step in range(0, 6, 2):
         log.write({"step": step})
@@ -61,17 +59,17 @@ def test_a_log_loses_a_torn_line_and_later_steps_and_an_evaluation_that_it_lost_
     assert [record["step"] for record in log.read()] == [0, 2, 4]
     log.truncate_after(3)
     assert [record["step"] for record in log.read()] == [0, 2]
-    due = [
-        journal.evaluation_is_due(Config.from_flags(steps=5, eval_every=2), step, log.read())
-        for step in (0, 3, 4, 5)
-    ]
-    assert due == [False, False, True, True]
-    with pytest.raises(ValueError):  # no JSON
+
+    config = Config.from_flags(steps=5, eval_every=2)
+    is_due = [journal.evaluation_is_due(config, step, log.read()) for step in (0, 3, 4, 5)]
+    assert is_due == [False, False, True, True]
+
+    with pytest.raises(ValueError):  # JSON has no nan
         log.write({"loss": float("nan")})
 
 
-def test_the_environment_names_versions_device_and_blas():
+def test_the_facts_of_the_environment_include_versions_device_and_blas():
     record = versions.collect_environment_facts("some BLAS")
-    assert (
-        record["versions"]["mlx"] and record["blas"] == "some BLAS" and "Device" in record["device"]
-    )
+    assert record["versions"]["mlx"]
+    assert record["blas"] == "some BLAS"
+    assert "Device" in record["device"]

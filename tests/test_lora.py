@@ -1,4 +1,4 @@
-"""Adapters: they begin as the base model, train, switch off, merge, and give the same logits in mlx_lm."""
+"""Adapters begin as the base model, train, switch off, merge, and give equal logits in mlx_lm."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""--importance-sampling-correction: samples of an older policy train the current policy without bias."""
+"""--importance-sampling-correction: old samples train the current policy without bias."""
 
 import mlx.core as mx
 import numpy as np
@@ -109,7 +109,7 @@ def test_the_expected_gradient_on_samples_of_another_policy_equals_that_on_polic
     np.testing.assert_allclose(gradient, -policy * advantages, atol=1e-6)
 
 
-def test_the_correction_changes_the_gradient_of_replayed_samples_and_not_of_fresh_ones(tmp_path):
+def test_the_correction_changes_only_the_gradient_of_replayed_samples(tmp_path):
     run = make_run(tmp_path)
     update_once(run)  # B of the adapters is 0 before
     plain_loss = run.learner.loss

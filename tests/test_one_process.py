@@ -1,4 +1,4 @@
-"""Only one process trains a run: another process that starts in its directory ends in one line and writes nothing."""
+"""Only one process trains a run: another process ends in one line and writes nothing."""
 
 import contextlib
 import errno
@@ -34,7 +34,12 @@ def test_a_second_process_is_refused_until_the_first_releases_the_lock(tmp_path)
     assert read_tree(tmp_path) == {str(tmp_path / "lock"): b""}
 
 
-HOLDER = "import os, pathlib, sys, time; from disk import run_files; run_files.lock_run_dir(pathlib.Path(sys.argv[1])); {}"
+HOLDER = """
+import os, pathlib, sys, time
+from disk import run_files
+run_files.lock_run_dir(pathlib.Path(sys.argv[1]))
+{}
+"""
 
 
 @pytest.mark.parametrize(

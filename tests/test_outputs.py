@@ -1,4 +1,4 @@
-"""Where results go: unwritable outputs are refused before the work, and a system's error names its file."""
+"""Unwritable outputs are refused before the work, and an error of the system names its file."""
 
 import contextlib
 import errno
@@ -124,7 +124,7 @@ def test_a_directory_that_has_files_or_lies_below_a_file_is_refused_before_the_w
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", EXPORTS, ids=lambda arguments: arguments[-1])
-def test_a_disk_that_fills_up_during_the_work_gives_an_error_about_out_and_leaves_no_files(
+def test_an_export_to_a_disk_that_fills_up_ends_in_an_error_about_out_and_leaves_no_files(
     golden, tmp_path, capsys, arguments
 ):
     out = tmp_path / "new"

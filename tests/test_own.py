@@ -1,4 +1,4 @@
-"""A user's own data: the verifier of its answers, the messages about it, and the places of its files."""
+"""A user's own data: the verifier of its answers, the messages about it, and its files."""
 
 import json
 import os
@@ -33,7 +33,7 @@ SHORT_REWARD = "def short(completions, **_): return [-float(len(text)) for text 
 
 
 def resolve_settings(*flags, recipe=None):
-    """The settings of a run of the demo model with these flags, and the line that describes them."""
+    """The settings of a run of the demo model with these flags, and a line about them."""
     parsed = settings_from_flags(parse_flags(["--model", "demo", *map(str, flags)]))
     return sources.resolve_settings(parsed, recipe, None, lambda name: (name, "asked"))
 
@@ -170,7 +170,7 @@ def test_held_out_prompts_may_come_from_another_file(tmp_path):
 # ---- the verifier
 
 
-def test_rows_without_an_answer_that_the_verifier_can_compare_are_left_out_and_counted(tmp_path):
+def test_rows_without_a_comparable_answer_are_left_out_and_counted(tmp_path):
     rows = [row | {"split": "train"} for row in SUMS[:6]]
     rows += [row | {"split": "test"} for row in SUMS[6:10]]
     for index in (1, 7):
@@ -180,8 +180,10 @@ def test_rows_without_an_answer_that_the_verifier_can_compare_are_left_out_and_c
     task = make_task("--data", path)
     assert num_prompts(task) == (5, 3)
     assert task.metric == "accuracy"
-    note = "data: 5 prompts to train on, 3 held out, 2 left out because their answers cannot be compared"
-    assert task.notes[0] == f"{note}; the reward is 1 x correct"
+    num_text = (
+        "5 prompts to train on, 3 held out, 2 left out because their answers cannot be compared"
+    )
+    assert task.notes[0] == f"data: {num_text}; the reward is 1 x correct"
     comparison = "comparison: 8 answers such as '1' are compared as numbers (equal values, "
     assert task.notes[1].startswith(comparison)
 

@@ -1,4 +1,4 @@
-"""Chat completions of a server: a scripted server on loopback is busy, slow or wrong, or redirects."""
+"""Chat completions of a scripted server on loopback that is busy, slow or wrong, or redirects."""
 
 import contextlib
 import json
@@ -291,7 +291,7 @@ def test_the_pauses_double_up_to_a_minute_in_all_if_a_busy_server_names_no_time(
     assert len(server.requests) == 12 + 6
 
 
-def test_the_client_gives_up_a_server_that_stays_busy_without_advice_to_start_it(serve):
+def test_the_client_gives_up_a_server_that_stays_busy_and_does_not_advise_to_start_it(serve):
     for headers in ({}, {"Retry-After": "0"}):
         clock = Clock()
         server = serve(lambda *_, headers=headers: (429, "slow down", headers))
@@ -540,7 +540,8 @@ def test_ctrl_c_immediately_ends_a_program_that_waits_for_slow_requests(serve):
     server = serve(lambda *_: test_has_ended.wait(120) and (200, completion("5"), {}))
     program = f"""
 from judging.server import Endpoint, ServerSettingNames
-list(Endpoint(ServerSettingNames("--url", "", "", ""), {server.url!r}, "tiny").send_chat_requests([{{"messages": []}}] * 9))
+endpoint = Endpoint(ServerSettingNames("--url", "", "", ""), {server.url!r}, "tiny")
+list(endpoint.send_chat_requests([{{"messages": []}}] * 9))
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     while server.running < 8:
@@ -567,7 +568,7 @@ def test_a_redirect_is_refused_so_that_no_other_server_gets_the_key(serve):
 
 
 @pytest.mark.parametrize("name", ["chat_template_kwargs", "top_k"])
-def test_a_server_gets_no_optional_parameter_again_that_it_does_not_know(serve, name):
+def test_the_client_drops_an_optional_parameter_that_a_server_does_not_know(serve, name):
     def answer(_, body):
         if name in body:
             return 400, f"Unrecognized request argument supplied: {name}", {}

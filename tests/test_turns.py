@@ -1,4 +1,4 @@
-"""Rollouts in turns against the whole conversation, which a fresh forward pass computes for each token."""
+"""Rollouts in turns against fresh forward passes of the whole conversations."""
 
 import itertools
 import random
@@ -32,7 +32,7 @@ def model(checkpoints, request):
 
 
 class RandomEnvironment:
-    """Replies to each row with random ids after each turn, for 0 to 5 turns; some replies come late."""
+    """Replies to each row with random ids after each of 0 to 5 turns; some replies come late."""
 
     context = CONTEXT
 
@@ -155,7 +155,7 @@ def conversation_logits(model, prompts, sequences):
 
 
 def logprobs_at(logits, prompt, positions, tokens):
-    """The log-probabilities of the sampled tokens of a conversation, (T,), from its logits, (L, V)."""
+    """The log-probabilities (T,) of a conversation's sampled tokens, from its logits (L, V)."""
     logits = logits[mx.array(positions) + len(prompt) - 1].astype(mx.float32)
     return mx.take_along_axis(nn.log_softmax(logits), mx.array(tokens)[:, None], 1).squeeze(1)
 
@@ -191,7 +191,7 @@ def largest_rounding(model, prompts, rollout, num_draws=3):
 
 
 def may_draw(token, logits, uniforms, params, tolerance):
-    """Whether logits (V,) and four uniforms draw a token, possibly with borders moved by the tolerance."""
+    """Whether logits (V,) and uniforms (4,) draw a token if the tolerance may move the borders."""
     shifts = mx.array(list(itertools.product((0.0, -tolerance, tolerance), repeat=4)))
     draws = mx.clip(uniforms + shifts, 0.0, 1.0)
     repeated_logits = mx.broadcast_to(logits, (len(draws), len(logits)))
@@ -200,7 +200,7 @@ def may_draw(token, logits, uniforms, params, tolerance):
 
 
 def check_rollout(model, environment, rollout, params, key=5, group_size=4):
-    """Checks that ids and log-probabilities are those of one fresh forward pass of whole conversations."""
+    """Compares ids and log-probabilities with a fresh forward pass of whole conversations."""
     prompts = [PROMPTS[row // group_size] for row in range(len(rollout.ids))]
     logits = conversation_logits(model, prompts, rollout.sequences)
     tolerance = largest_rounding(model, prompts, rollout)
@@ -222,7 +222,7 @@ def check_rollout(model, environment, rollout, params, key=5, group_size=4):
         sampled_logits = logits[row][mx.array(positions) + len(prompt) - 1]
         tokens, _, _ = sampler.choose_token(sampled_logits, uniforms, params)
         for index in np.flatnonzero(np.array(tokens) != completion_ids).tolist():
-            # A probability, and the sum by which it is divided, each move by at most exp(tolerance).
+            # A probability and its divisor each move by at most the factor exp(tolerance).
             assert may_draw(
                 completion_ids[index], sampled_logits[index], uniforms[index], params, 2 * tolerance
             )

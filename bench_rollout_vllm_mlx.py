@@ -55,9 +55,9 @@ def time_vllm_mlx_rollout(
             tuple(rollout.concatenate_parts(parts[:-1])) for parts in work.prompt_parts_by_row
         ]
         primers = [list(prefix) for prefix in dict.fromkeys(prefixes) if prefix]
-        generate_and_time_silent_steps(scheduler, work, primers, [1] * len(primers))
+        generate_and_time_steps_without_tokens(scheduler, work, primers, [1] * len(primers))
     priming_s = time.perf_counter() - begin
-    completions, prefill_s = generate_and_time_silent_steps(
+    completions, prefill_s = generate_and_time_steps_without_tokens(
         scheduler, work, work.prompt_ids_by_row, work.limits
     )
     decode_s = time.perf_counter() - begin - priming_s - prefill_s
@@ -65,7 +65,7 @@ def time_vllm_mlx_rollout(
     return TimedRollout(completions, [], priming_s + prefill_s, decode_s)
 
 
-def generate_and_time_silent_steps(
+def generate_and_time_steps_without_tokens(
     scheduler: Any, work: RolloutWork, prompts: list[list[int]], limits: list[int]
 ) -> tuple[list[list[int]], float]:
     """Returns the completion of each prompt, and the seconds of steps that returned no token."""

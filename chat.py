@@ -34,7 +34,7 @@ from kv_cache import KVCache
 from machine import gpu
 from machine.output import guard_output
 from prompts import chat_template
-from prompts.data import check_text
+from prompts.data import refuse_blank_or_broken_text
 from prompts.examples import pick_evenly_spaced, shorten_value
 from settings.checks import check_settings
 from settings.sources import load_recipe, load_task_defaults, resolve_settings, settings_from_flags
@@ -86,7 +86,7 @@ class ChatModel:
         There is a piece for each token, so that the caller can stop after any token. A piece may be
         "".
         """
-        ids = self.encode_up_to_next_reply(line)
+        ids = self.encode_since_last_reply(line)
         with lora.use_initial_weights(self.model) if self.is_before else gpu.without_gradients():
             while ids:
                 turn = self.generate_turn(ids)
@@ -103,7 +103,7 @@ class ChatModel:
                         ids = answer
                         episode.tool_messages = []
 
-    def encode_up_to_next_reply(self, user_line: str) -> list[int]:
+    def encode_since_last_reply(self, user_line: str) -> list[int]:
         """
         The token ids between the model's last answer and its next one.
 
@@ -235,7 +235,7 @@ def prompt_user_for_lines() -> Iterator[str]:
         if not line.strip():
             yield ""
             continue
-        check_text("what you say", line)
+        refuse_blank_or_broken_text("what you say", line)
         if not is_terminal:
             print(escape_invisible(f"> {line}"))
         yield line
@@ -381,7 +381,7 @@ def refuse_invalid_flags(args: argparse.Namespace, adapter: str | None) -> None:
     check_settings({"stop": args.stop, "end_tokens": args.end_tokens})
     for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
         if text is not None:
-            check_text(flag, text)
+            refuse_blank_or_broken_text(flag, text)
     if args.chat and (args.prompt or args.num > 1):
         raise ValueError(
             "--chat reads your messages line by line, and gives one answer to each; "

@@ -613,7 +613,7 @@ ANSWER_SETTINGS = (
 )
 
 
-def samples_held_out_answers(settings: Mapping[str, Any]) -> bool:
+def evaluations_sample_answers(settings: Mapping[str, Any]) -> bool:
     """
     Whether the evaluations of a run sample answers to the held-out prompts.
 
@@ -628,7 +628,7 @@ def is_used_by_sft(key: str, settings: Mapping[str, Any]) -> bool:
     """Whether a run with --loss-type sft and these settings uses the setting named `key`."""
     if SETTINGS[key].used_by is None:
         return True
-    return key in ANSWER_SETTINGS and samples_held_out_answers(settings)
+    return key in ANSWER_SETTINGS and evaluations_sample_answers(settings)
 
 
 def is_user_function(setting_value: str) -> bool:

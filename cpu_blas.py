@@ -244,7 +244,7 @@ def _exit_or_raise_unless_gwen_can_run() -> None:
 
     is_checkout = (Path(__file__).resolve().parent / "pyproject.toml").is_file()
     if is_checkout:
-        line = f"{problem}; start the program with: {_uv_command()}"
+        line = f"{problem}; start the program with: {_command_to_rerun_with_uv()}"
         if shutil.which("uv") is None:
             line += " (install uv from https://docs.astral.sh/uv/)"
     else:  # Gwen was installed from a wheel, but without the packages that it needs
@@ -256,7 +256,7 @@ def _exit_or_raise_unless_gwen_can_run() -> None:
     sys.exit(2)
 
 
-def _uv_command() -> str:
+def _command_to_rerun_with_uv() -> str:
     """The command that starts the same program with uv."""
     home = Path(__file__).resolve().parent
     words = ["uv", "run"]

@@ -58,7 +58,7 @@ def examine_machine() -> Iterator[ReportLine]:
     model.set_dtype(dtype)
     line, is_right = gwen.check_mlx_arithmetic(model)
     yield ReportLine(f"MLX: {line}; the check used the matrix sizes of {usual_size}", is_right)
-    line, has_hub = hub.describe_hub_and_cache()
+    line, has_hub = hub.describe_hub_and_cached_default_model()
     yield ReportLine(line, has_hub or None)
     yield compare_kernels_and_disable_faulty(model)
 

@@ -25,7 +25,7 @@ from config import (
     TOOLS,
     Config,
     MemoryDependentSizes,
-    samples_held_out_answers,
+    evaluations_sample_answers,
 )
 from disk import eval_record, model_choice, run_files
 from evaluation.measures import REFERENCE_TOKENS
@@ -380,7 +380,7 @@ def evaluate_sft_run(
     """
     flags = settings_from_flags(args, OVERRIDABLE)
     settings = load_recipe(run_files.find_config_file(args.run)) | flags
-    samples_answers = samples_held_out_answers(settings)
+    samples_answers = evaluations_sample_answers(settings)
     allowed = {"run", "step", "limit", "json"}
     if samples_answers:
         allowed |= {"samples", "temp", "seed", "out", *flags}

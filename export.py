@@ -101,10 +101,10 @@ def main(argv: list[str] | None = None) -> None:
     adapter = run_files.fill_defaults_and_find_adapter(args, model=None)
     if not adapter:
         raise ValueError("no adapter is given; name one with --adapter, or a run with --run")
-    write_and_print_summary(args, adapter)
+    export_and_print_summary(args, adapter)
 
 
-def write_and_print_summary(args: argparse.Namespace, adapter: str) -> None:
+def export_and_print_summary(args: argparse.Namespace, adapter: str) -> None:
     """
     Writes the model or adapter to --out.
 
@@ -123,7 +123,7 @@ def write_and_print_summary(args: argparse.Namespace, adapter: str) -> None:
         result_dir = scratch / "made"
         with name_out_in_write_errors(args.out), alive.show_activity(f"writing {args.out}"):
             run = load_run_with_opening_messages(config) if config else None
-            summary = write_model_or_adapter(args, adapter, run, bits16_dir, result_dir)
+            summary = write_export_and_return_summary(args, adapter, run, bits16_dir, result_dir)
         shots = run.shots if run else []
         if shots:
             summary += (
@@ -160,7 +160,7 @@ def find_run_dir_at_or_above(path: str) -> str | None:
     return None
 
 
-def write_model_or_adapter(
+def write_export_and_return_summary(
     args: argparse.Namespace,
     adapter: str,
     run: RunWithOpeningMessages | None,
@@ -181,18 +181,20 @@ def write_model_or_adapter(
     # a result with few bits is compared with the 16-bit model
     if args.fuse or (has_few_bits and run):
         fused = bits16_dir if has_few_bits else result_dir
-        summary = write_merged_model(args.model, adapter, fused, template_run, end_tokens)
+        summary = write_merged_model_and_return_summary(
+            args.model, adapter, fused, template_run, end_tokens
+        )
     if args.fuse and has_few_bits:
         bits_per_weight = few_bits.write_quantized_copy(bits16_dir, result_dir, args.bits)
         summary += f"; rounded to {bits_per_weight:.3g} bits per weight"
     elif args.export == "gguf":
         title = args.out.resolve().name
         bits = args.bits or 16
-        summary = write_gguf_and_modelfile(
+        summary = write_gguf_modelfile_and_return_summary(
             args.model, adapter, result_dir, template_run, title, bits, end_tokens
         )
     elif args.export:
-        summary = write_peft_adapter(args.model, adapter, result_dir)
+        summary = write_peft_adapter_and_return_summary(args.model, adapter, result_dir)
     return summary
 
 
@@ -324,7 +326,7 @@ def move_directory_or_contents(source: Path, out: Path) -> None:
 # ---- the output files
 
 
-def write_merged_model(
+def write_merged_model_and_return_summary(
     model_name: str | None,
     adapter: str,
     out: Path,
@@ -373,7 +375,7 @@ def adapt_template_and_return_note(tokenizer: Any, run: RunWithOpeningMessages) 
 
     Returns a note about the change, to be appended to the summary.
     """
-    change = chat_template.fix_template_and_describe_changes(
+    change = chat_template.add_settings_to_template_and_describe(
         tokenizer, run.system, run.config.sampling.thinking
     )
     if not change:
@@ -384,7 +386,7 @@ def adapt_template_and_return_note(tokenizer: Any, run: RunWithOpeningMessages) 
     )
 
 
-def write_peft_adapter(model_name: str | None, adapter: str, out: Path) -> str:
+def write_peft_adapter_and_return_summary(model_name: str | None, adapter: str, out: Path) -> str:
     """
     Writes only the adapter, in PEFT format, and returns a summary.
 
@@ -406,7 +408,7 @@ def write_peft_adapter(model_name: str | None, adapter: str, out: Path) -> str:
     return f"{adapter} for {base}, in PEFT format{note}"
 
 
-def write_gguf_and_modelfile(
+def write_gguf_modelfile_and_return_summary(
     model_name: str | None,
     adapter: str,
     out: Path,
@@ -419,14 +421,16 @@ def write_gguf_and_modelfile(
     Writes the merged model as a GGUF file, with a Modelfile for Ollama. Returns a summary.
 
     title: the first part of the GGUF file's name.
-    run, end_tokens: the same as for `write_merged_model`.
+    run, end_tokens: the same as for `write_merged_model_and_return_summary`.
     """
     name, _ = model_choice.choose_model_and_reason(model_name, adapter)
     model_choice.warn_of_different_base(adapter, name)
     directory = hub.find_model_directory(name)
     model = gwen.load_model(directory, mx.float32, adapter, lazy=True)
     tokenizer = hub.load_tokenizer(directory)
-    config = model_choice.copy_with_all_end_tokens(model.config, tokenizer, name, end_tokens)
+    config = model_choice.add_and_print_missing_end_tokens(
+        model.config, tokenizer, name, end_tokens
+    )
     weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
     del model  # afterwards, only the matrix that the writer currently reads is in memory
     note = adapt_template_and_return_note(tokenizer, run) if run else ""

@@ -194,7 +194,7 @@ class GatedDeltaNet(nn.Module):
         earlier_channels, memory = past or sizes.empty_state(num_rows, x.dtype)
         window = mx.concatenate([earlier_channels, channels], axis=1)  # (N, W - 1 + L, channels)
         mixed = delta.convolve_with_silu(window, self.conv1d.weight).astype(mx.float32)
-        key_width = sizes.widths[0]
+        key_width = sizes.query_key_value_widths[0]
         queries, keys, values = mx.split(mixed, [key_width, 2 * key_width], axis=-1)
         queries = delta.normalize_to_length_1(queries.reshape(num_rows, length, -1, sizes.key_dim))
         keys = delta.normalize_to_length_1(keys.reshape(num_rows, length, -1, sizes.key_dim))
@@ -299,7 +299,9 @@ def run_layer_with_gradient_checkpoint(
     is_replaced = isinstance(state, TreeLayer | GatedDeltaState | None)
     assert is_replaced, "a layer that writes to its cache in place cannot be computed again"
 
-    def run_layer(weights: Any, x: mx.array, earlier_parts: Any) -> tuple[mx.array, Any]:
+    def run_layer_and_return_new_cache_parts(
+        weights: Any, x: mx.array, earlier_parts: Any
+    ) -> tuple[mx.array, Any]:
         """Runs the layer with these weights. Returns x + delta and the parts added to the cache."""
         layer_weights = layer.trainable_parameters()
         layer.update(weights)
@@ -314,7 +316,9 @@ def run_layer_with_gradient_checkpoint(
 
     earlier_parts = [] if state is None else list(state.parts)
     stream = x if delta is None else x + delta
-    x, newest_parts = mx.checkpoint(run_layer)(layer.trainable_parameters(), stream, earlier_parts)
+    x, newest_parts = mx.checkpoint(run_layer_and_return_new_cache_parts)(
+        layer.trainable_parameters(), stream, earlier_parts
+    )
     for part in newest_parts:
         context.state.update(*part)
     return x, None
@@ -407,7 +411,7 @@ def compile_between_attentions(model: Model, before: int, after: int) -> Compile
     rope = model._rope
     linear_layers = list(range(before + 1, after))
 
-    def run_segment(
+    def run_to_next_attention_or_end(
         x: mx.array, attended: list[mx.array], rotation_arrays: list[mx.array], states: list[Any]
     ) -> Any:
         """
@@ -429,7 +433,7 @@ def compile_between_attentions(model: Model, before: int, after: int) -> Compile
         arrays = [array for array in projections if array is not None]
         return (x, arrays), [net.state_before_next_tokens for net in nets]
 
-    return CompiledSegment(linear_layers, mx.compile(run_segment))
+    return CompiledSegment(linear_layers, mx.compile(run_to_next_attention_or_end))
 
 
 def make_decode_to_hidden_step(model: Model) -> DecodeToHiddenStep:
@@ -527,7 +531,7 @@ def load(
             )
         model = make_random_model(str(path_or_id), dtype)
         tokenizer = hub.load_tokenizer(hub.DEMO)
-        other_end_ids = tuple(ends.find_end_token_ids(tokenizer, end_tokens))
+        other_end_ids = tuple(ends.find_ids_of_given_end_tokens(tokenizer, end_tokens))
         model.config = dataclasses.replace(model.config, other_end_ids=other_end_ids)
         return model, tokenizer
 
@@ -544,7 +548,7 @@ def load(
             f"{directory}: the tokenizer has a token with the id {largest_id}, but the model has "
             f"only {vocab_size} ids"
         )
-    model.config = model_choice.copy_with_all_end_tokens(
+    model.config = model_choice.add_and_print_missing_end_tokens(
         model.config, tokenizer, path_or_id, end_tokens
     )
     return model, tokenizer
@@ -600,7 +604,7 @@ def load_model(
         # evaluating all weights at once would need 1.5 times the memory of the model
         for part in (*model.layers, model):
             mx.eval(part.parameters())
-        warn_and_disable_faulty_kernels(model)
+        check_mlx_and_disable_faulty_kernels(model)
     return model
 
 
@@ -725,7 +729,7 @@ def make_random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
         model.load_weights([(path, arrange_for_matmul(path, array))], strict=False)
         mx.eval(model.parameters())  # one tensor at a time, so that memory never holds two copies
     memory.set_mlx_memory_limits()
-    warn_and_disable_faulty_kernels(model)
+    check_mlx_and_disable_faulty_kernels(model)
     return model
 
 
@@ -751,7 +755,7 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
 # ---- checking MLX and the kernels with the sizes of a model
 
 
-def warn_and_disable_faulty_kernels(model: Model) -> None:
+def check_mlx_and_disable_faulty_kernels(model: Model) -> None:
     """
     Checks the arithmetic of MLX and of the GPU kernels with the sizes of this model.
 
@@ -804,7 +808,7 @@ def record_kernel_calls_in_rehearsal(model: Model) -> list[kernels.Call]:
     layer_of_kind = first_layer_of_each_kind(model)
     model.layers = list(layer_of_kind.values())
     try:
-        with kernels.record_calls() as calls:
+        with kernels.record_calls_without_kernels() as calls:
             rehearse_prefill_and_decoding(model, list(layer_of_kind))
             rehearse_sampling_and_attention_gradient(model)
     finally:

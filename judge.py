@@ -104,7 +104,7 @@ class Judge(Grader):
         The digest contains the model's logits after the preamble, which differ between models.
         """
         if not self._scoring_digest:
-            with lora.disable_adapters(self.model):
+            with lora.without_adapters_and_gradients(self.model):
                 logits = self.tree.head_cache_and_last_hidden[1] @ self.model.head_weight.T
             settings = (
                 self.prompts.head,
@@ -148,11 +148,11 @@ class Judge(Grader):
                 yield index, CriterionEvaluation(math.nan, 0.0, reply)
 
         with (
-            lora.disable_adapters(self.model),
+            lora.without_adapters_and_gradients(self.model),
             alive.Bar(total=len(prompts), desc="judging", unit="evaluation") as progress,
         ):
             for index_and_evaluation in self.tree.yield_values_at_ends(
-                prompts, self._evaluate_at_prompt_ends
+                prompts, self._evaluate_by_first_token_or_reply
             ):
                 progress.update()
                 yield index_and_evaluation
@@ -178,7 +178,7 @@ class Judge(Grader):
                 "shorten the longest of these"
             )
 
-    def _evaluate_at_prompt_ends(
+    def _evaluate_by_first_token_or_reply(
         self, hidden: mx.array, cache: TreeCache
     ) -> list[CriterionEvaluation]:
         """The evaluations of M prompts, computed from the hidden states at their ends, (M, C)."""

@@ -38,7 +38,7 @@ def round_up_to_chunk(length: int) -> int:
 Mask = mx.array | str | None
 
 
-class QueryRowsPerCacheRow(NamedTuple):
+class QueryRowsReadingCachePart(NamedTuple):
     """Which of the R rows of a cache part each of the N query rows reads."""
 
     # (R, G) the query rows that read each cache row, padded with 0. If None, the query rows
@@ -54,7 +54,7 @@ class QueryRowsPerCacheRow(NamedTuple):
 class AttentionMasks(NamedTuple):
     """The columns of each cache part that each new token may read."""
 
-    part_readers: list[QueryRowsPerCacheRow]  # one entry per part, in the order of `Parts`
+    part_readers: list[QueryRowsReadingCachePart]  # one entry per part, in the order of `Parts`
 
     # A boolean mask (N, 1, L, S) over the columns of all parts, which MLX computes only if the mask
     # is used. If None, only the newest part needs a mask.
@@ -65,7 +65,7 @@ class AttentionMasks(NamedTuple):
 
 
 CAUSAL = AttentionMasks(
-    [QueryRowsPerCacheRow(mask="causal")]
+    [QueryRowsReadingCachePart(mask="causal")]
 )  # a single part, the new tokens themselves
 KeysAndValues = tuple[mx.array, mx.array]
 # The keys and values (R, K, S, D) of each part of a cache. A query attends to all parts. Usually
@@ -297,7 +297,7 @@ class GatedDeltaState:
         index = mx.array(list(rows))
         return GatedDeltaState([(inputs[index], memory[index]) for inputs, memory in self.parts])
 
-    def make_next_level_layer(
+    def copy_with_only_ancestor_rows(
         self, _: Sequence[slice | mx.array], parents: Sequence[int]
     ) -> "GatedDeltaState":
         """The states of the parent rows, from which the rows of a tree's next level start."""
@@ -422,7 +422,7 @@ class KVCache(Cache):
     def attention_masks(self, num_new: int) -> AttentionMasks:
         """The mask of a single part, which hides padding from the next `num_new` tokens."""
         if self.pad is None:
-            return CAUSAL if num_new > 1 else AttentionMasks([QueryRowsPerCacheRow()])
+            return CAUSAL if num_new > 1 else AttentionMasks([QueryRowsReadingCachePart()])
         query = mx.arange(self.length, self.length + num_new)[:, None]
         column = mx.arange(self.length + num_new)[None]
         # A query in the padding sees its own column. A mask row that is false everywhere gives NaN
@@ -431,12 +431,12 @@ class KVCache(Cache):
         mask = ((column <= query) & visible)[:, None]  # (N, 1, L, length + L)
         begin = mx.clip(self.pad - self.length, 0, num_new)
         end = mx.full(begin.shape, num_new, mx.int32)
-        return AttentionMasks([QueryRowsPerCacheRow(mask=mask)], spans=(begin, end))
+        return AttentionMasks([QueryRowsReadingCachePart(mask=mask)], spans=(begin, end))
 
 
 def make_part_readers(
     part_row_of_query_row: list[int], num_part_rows: int, mask: Mask
-) -> QueryRowsPerCacheRow:
+) -> QueryRowsReadingCachePart:
     """The readers of a part: query row n reads the part's row `part_row_of_query_row[n]`."""
     members: list[list[int]] = [[] for _ in range(num_part_rows)]
     for query_row, row in enumerate(part_row_of_query_row):
@@ -444,12 +444,12 @@ def make_part_readers(
     most_readers = max(map(len, members))
     padded = np.array([readers + [0] * (most_readers - len(readers)) for readers in members])
     if np.array_equal(padded.ravel(), np.arange(len(part_row_of_query_row))):
-        return QueryRowsPerCacheRow(mask=mask)
+        return QueryRowsReadingCachePart(mask=mask)
     places = [
         row * most_readers + members[row].index(query_row)
         for query_row, row in enumerate(part_row_of_query_row)
     ]
-    return QueryRowsPerCacheRow(mx.array(padded), mx.array(places), mask)
+    return QueryRowsReadingCachePart(mx.array(padded), mx.array(places), mask)
 
 
 class SlotCache(Cache):
@@ -587,7 +587,7 @@ class SlotCache(Cache):
             last = mx.array(lengths + np.arange(num_new)[:, None])
             own_mask = mx.arange(num_own) <= last  # (M, 1, L, W)
         if self.share and prompts is None:
-            return AttentionMasks([self.readers, QueryRowsPerCacheRow(mask=own_mask)])
+            return AttentionMasks([self.readers, QueryRowsReadingCachePart(mask=own_mask)])
 
         spans = None
         prompt_mask = self.prompt_mask
@@ -596,14 +596,14 @@ class SlotCache(Cache):
             spans = begin, mx.array(self.num_new.astype(np.int32))
             prompt_mask = self.prompts.unpadded_mask(prompts)
         if prompt_mask is None and own_mask is None:
-            return AttentionMasks([QueryRowsPerCacheRow()])
+            return AttentionMasks([QueryRowsReadingCachePart()])
         shape = len(self.planned_slots), 1, num_new
         masks = [
             broadcast_mask(prompt_mask, (*shape, self.prompts.length)),
             broadcast_mask(own_mask, (*shape, num_own)),
         ]
         return AttentionMasks(
-            [QueryRowsPerCacheRow(mask=mx.concatenate(masks, axis=-1))], spans=spans
+            [QueryRowsReadingCachePart(mask=mx.concatenate(masks, axis=-1))], spans=spans
         )
 
     def keep_only_slots(self, slots: list[int]) -> None:

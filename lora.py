@@ -202,7 +202,7 @@ def turn_off_faulty_kernels_for_rank(model: gwen.Model, rank: int) -> None:
     for _, layer in adapted_layers(model):
         widths.update(layer.linear.weight.shape)
     dtype = model.head_weight.dtype
-    with kernels.record_calls() as calls:
+    with kernels.record_calls_without_kernels() as calls:
         for width in sorted(widths):
             low = kernels.random_normal_array(3, rank, dtype=dtype)
             wide = kernels.random_normal_array(3, width, dtype=dtype)
@@ -211,7 +211,7 @@ def turn_off_faulty_kernels_for_rank(model: gwen.Model, rank: int) -> None:
 
 
 @contextlib.contextmanager
-def disable_adapters(model: gwen.Model) -> Iterator[None]:
+def without_adapters_and_gradients(model: gwen.Model) -> Iterator[None]:
     """
     Inside the `with` block, the model computes without its adapters and without gradients.
 
@@ -245,7 +245,7 @@ def use_initial_weights(model: gwen.Model) -> Iterator[None]:
     for layer, _, _ in trained:
         layer.lora_a, layer.lora_b = layer._start
     try:
-        with gpu.without_gradients() if trained else disable_adapters(model):
+        with gpu.without_gradients() if trained else without_adapters_and_gradients(model):
             yield
     finally:
         for layer, lora_a, lora_b in trained:
@@ -328,7 +328,7 @@ def attach_saved_adapter(
     """
     Reads an adapter, and adds it to the model without changing the model's own weights.
 
-    The adapter can therefore be switched off with `disable_adapters`.
+    The adapter can therefore be switched off with `without_adapters_and_gradients`.
     initial_adapter: the path of the adapter from which this adapter was trained, for
     `use_initial_weights`.
 

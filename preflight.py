@@ -31,7 +31,7 @@ from forecast.memory_estimate import (
 )
 from forecast.time_estimate import (
     format_phase_times_and_advice,
-    format_step_time_line,
+    format_step_cost_and_time_line,
     list_chip_lines,
     list_fitting_model_lines,
 )
@@ -175,7 +175,7 @@ def yield_estimate_lines(
         run_demand = step_demand._replace(rubric=Path(config.evaluation.rubric))
     sizes = choose_sizes(run_demand)
     yield format_memory_line(run_demand, sizes)
-    yield format_step_time_line(step_demand, sizes)
+    yield format_step_cost_and_time_line(step_demand, sizes)
     if all_chips:
         yield from list_chip_lines(step_demand)
     yield format_phase_times_and_advice(step_demand)

@@ -19,7 +19,7 @@ from machine.output import guard_output
 from prompts.examples import format_error
 from reporting import answers, page, paired, run_table, seeds, verdict
 from reporting.history import History, format_figure_before_after, headline_facts, load_history
-from reporting.terminal_table import fit_comparison, fit_table, format_table
+from reporting.terminal_table import fit_or_transpose_comparison, fit_table, format_table
 from text import wrapping
 from text.commands import command_prefix
 from text.printable import escape_and_redact_for_printing, escape_invisible
@@ -81,7 +81,7 @@ def format_run_comparison(paths: list[str], width: int | None = None) -> str:
     if len(natural_table.split("\n", 1)[0]) > (width or WIDEST):
         names = " ".join(shlex.quote(path) for path in paths)
         lines.append(f"one row per run: {command_prefix('report.py')} --csv {names}")
-    return "\n".join([fit_comparison(rows, width), *lines])
+    return "\n".join([fit_or_transpose_comparison(rows, width), *lines])
 
 
 def rows_of_differing_settings(runs: list[History]) -> list[list[str]]:
@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.compare:
             wrapping.print_wrapped(format_run_comparison(args.runs, width))
             return
-        write_page_and_print_path(args.runs, args.out, opens=args.open)
+        write_page_and_print_differences_and_path(args.runs, args.out, opens=args.open)
     except DAMAGE as error:
         exit_with_error(f"{' or '.join(args.runs)} is damaged ({format_error(error)})")
 
@@ -246,7 +246,9 @@ def write_or_print_csv(paths: list[str], out: Path | None) -> None:
     print(out)
 
 
-def write_page_and_print_path(runs: list[str], out: Path | None, *, opens: bool) -> None:
+def write_page_and_print_differences_and_path(
+    runs: list[str], out: Path | None, *, opens: bool
+) -> None:
     """
     Writes one page about all named runs and prints the page's path.
 

@@ -326,7 +326,7 @@ class Run:
         """Evaluates the model on the held-out data, and logs the result."""
         raise NotImplementedError
 
-    def evaluate_if_due_and_check_for_best(self) -> bool:
+    def evaluate_if_due_and_tell_if_best(self) -> bool:
         """
         Evaluates before the first step, every `eval_every` steps and after the last step.
 
@@ -336,7 +336,7 @@ class Run:
         evaluations = self.journal.comparable_evaluations
         is_due = evaluation_is_due(self.config, self.step, evaluations)
         if is_due or self.journal.needs_evaluation_after_change:
-            self.journal.show_phase("evaluating")
+            self.journal.show_and_remember_phase("evaluating")
             self.evaluate()
             print_line(format_evaluation_line(self.journal.evaluations[-1]))
         is_best = self.step == self.journal.best_step
@@ -963,7 +963,7 @@ def describe_surprising_rewards(config: Config, task: tasks.Task) -> list[str]:
 
     def describe_surprises() -> list[str]:
         """One line for each surprising value."""
-        return list(audit.audit_user_rewards(task, config.data.reward_gate))
+        return list(audit.audit_user_rewards_and_verifier(task, config.data.reward_gate))
 
     with alive.show_activity("trying the rewards"):
         return world.compute_on_rank0(describe_surprises)

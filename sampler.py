@@ -37,7 +37,7 @@ from layers import attention, softmax
 from machine import alive, gpu, memory
 
 if TYPE_CHECKING:
-    from layers.turns import Conversation
+    from layers.turns import RowEpisodes
 
 LOOK_EVERY = 4  # steps between two checks for ended rows; a check costs one wait
 
@@ -256,7 +256,7 @@ class DecodeState:
     """The rows of a rollout, in host memory: parameters, sampled tokens, ends and cost so far."""
 
     progress: alive.Bar | None = None
-    conversation: "Conversation | None" = None  # replies to the turns; None for rows without turns
+    episodes: "RowEpisodes | None" = None  # replies to the turns; None for rows without turns
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class DecodeState:
 
     def is_over(self, row: int) -> bool:
         """Whether the row gets no more tokens."""
-        if self.conversation:
+        if self.episodes:
             return bool(self.reasons[row])
         return bool(self.ended[row])
 
@@ -337,7 +337,7 @@ class DecodeState:
         if self.progress is None:
             return
         num_over = int(self.ended.sum())
-        if self.conversation:
+        if self.episodes:
             num_over = sum(map(bool, self.reasons))
         self.progress.show_progress(num_over, self.lengths.sum(), "tok")
 
@@ -444,7 +444,7 @@ class SlotDecoder(Decoder):
         while len(self.unread_steps) > num_newest:
             self.state.append_unless_ended(*self.unread_steps.pop(0))  # wait
 
-    def append_ids(self, ids_by_slot: dict[int, list[int]]) -> None:
+    def append_ids_and_update_logits(self, ids_by_slot: dict[int, list[int]]) -> None:
         """
         Appends ids to some slots, and updates their `logits` to those after the last ids.
 
@@ -576,10 +576,10 @@ def sample_batch(
         share_prefix = attention.should_share_prefix(
             num_rows, lengths, batch_size, prompt_logits.dtype
         )
-    width = 0 if state.conversation else int(state.limits[list(prompt_of)].max())
+    width = 0 if state.episodes else int(state.limits[list(prompt_of)].max())
     cache = SlotCache(prompt_cache, min(batch_size, num_rows), width, share_prefix)
     decoder = SlotDecoder(model, cache, prompt_logits, prompt_of, state)
-    if state.conversation:
+    if state.episodes:
         from layers.turns import (
             TurnScheduler,
         )  # imported here, since rows without turns do not need it
@@ -662,7 +662,7 @@ def make_rollout(state: DecodeState, dtype: mx.Dtype, stats: RolloutStats) -> Ro
         entropy=arrays[2] if len(arrays) > 2 else None,
         stop=state.params.stop,
     )
-    if state.conversation is None:
+    if state.episodes is None:
         return result
     return result._replace(
         finish_reasons=state.reasons, sequences=state.sequences, places=state.places
@@ -679,7 +679,7 @@ def rollout(
     rows: Sequence[int] | None = None,
     batch_size: int | memory.BatchSize = 64,
     share_prefix: bool | None = None,
-    episodes: "Conversation | None" = None,
+    episodes: "RowEpisodes | None" = None,
 ) -> Rollout:
     """
     Samples `group_size` completions of each prompt.
@@ -718,7 +718,7 @@ def rollout(
     with alive.Bar(total=num_rows, desc=activity, unit="row") as progress:
         state = DecodeState(num_rows, params, key, rows)
         state.progress = progress
-        state.conversation = episodes
+        state.episodes = episodes
         sample_with_retries(model, by_length, state, size, share_prefix)
 
     stats = RolloutStats(

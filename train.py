@@ -82,7 +82,7 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
     run: everything that outlives a single step, such as the model and the settings.
     """
     clock = run.journal.clock
-    if run.evaluate_if_due_and_check_for_best():
+    if run.evaluate_if_due_and_tell_if_best():
         run.save()
     run.update_page_if_due()
 
@@ -108,7 +108,7 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         run.journal.write_new_judge_scores(run.step, run.judge)
         # from here on, the run can be saved, so a pending Ctrl-C takes effect
         run.snapshot_step_or_interrupt(figures)
-        is_best = run.evaluate_if_due_and_check_for_best()
+        is_best = run.evaluate_if_due_and_tell_if_best()
         if is_best or run.save_is_due():
             run.save()
         run.update_page_if_due()

@@ -137,7 +137,7 @@ def make_run_spec(
         config, choice = resolve_settings(
             flags, recipe, resume, model_choice.choose_model_and_reason
         )
-        trackers.check_trackers(config.records.report_to)
+        trackers.check_tracker_packages_and_keys(config.records.report_to)
         print_line(choice)
         settings = config.to_flags()
         if resume is None:
@@ -228,7 +228,7 @@ def create_or_update_run_dir(run: GrpoRun | SftRun, spec: RunSpec) -> str:
     settings_text = to_yaml(run.config, run.sizes)
     files = list_existing_files(run.config.to_flags())
     if not state:
-        run_dir = run_files.create_run_dir(
+        run_dir = run_files.create_locked_run_dir(
             settings_text, run.dir, spec.run_dir, files, run.source_files
         )
         return str(run_dir)
@@ -240,7 +240,7 @@ def create_or_update_run_dir(run: GrpoRun | SftRun, spec: RunSpec) -> str:
         old_value = state.extra["settings"].get(name, value)
         if value != old_value:
             print_line(f"after step {state.step}: {flag_of(name)} {value} (was {old_value!r})")
-    changes = run_changes.find_changes(
+    changes = run_changes.find_earlier_and_new_changes(
         run.dir,
         state.step,
         before=(state.extra["settings"], state.extra["sources"]),

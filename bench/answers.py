@@ -115,7 +115,7 @@ def sum_of_equation_side(side: str) -> int:
     return sum(map(int, re.findall(r"\d+", side)))
 
 
-def fractions_of_right_answers(records: Records) -> dict[str, float]:
+def right_and_right_number_only_fractions(records: Records) -> dict[str, float]:
     """
     Returns the fraction of right answers, and the fraction of answers with only a right number.
 
@@ -204,7 +204,10 @@ def main(argv: list[str] | None = None) -> None:
         for records in evaluations.values():
             print_graded_answers(records, args.show)
 
-    fractions = {name: fractions_of_right_answers(records) for name, records in evaluations.items()}
+    fractions = {
+        name: right_and_right_number_only_fractions(records)
+        for name, records in evaluations.items()
+    }
     table = pd.DataFrame(fractions).T
     summary_of_runs = table[1:].agg(["mean", "min", "max"])
     table = pd.concat([table, summary_of_runs])

@@ -49,7 +49,7 @@ def make_conversations(args: argparse.Namespace) -> tuple[list[list[int]], list[
 
 
 class InsideConversations:
-    """An environment in this process: `layers.turns.Conversation`."""
+    """An environment in this process: `layers.turns.RowEpisodes`."""
 
     wait_s = 0.0
 
@@ -135,7 +135,7 @@ def play_outside(
     return [episode.ids[len(episode.prompt) :] for episode in episodes.episodes]
 
 
-def compare(args: argparse.Namespace) -> None:
+def time_and_print_inside_and_outside(args: argparse.Namespace) -> None:
     """Times both ways in turns, and prints the table."""
     model = gwen.load_model(args.model) if os.path.isdir(args.model) else gwen.load(args.model)[0]
     num_tokens = args.turns * args.turn_tokens
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     args = harness.add_number_flags_and_parse(parser, argv, numbers)
     try:
-        compare(args)
+        time_and_print_inside_and_outside(args)
     finally:
         close_harnesses()
 

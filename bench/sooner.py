@@ -211,11 +211,11 @@ def costs_to_reach_accuracy(run: History, accuracy: float) -> dict[str, float]:
     steps = [record for record in run.steps if record["step"] <= last_step]
     if all("update/rows" in record for record in steps):
         costs["rows"] = float(sum(record["update/rows"] for record in steps))
-        costs |= estimate_reference_seconds_by_chip(run, steps)
+        costs |= estimate_scaled_up_seconds_by_chip(run, steps)
     return costs
 
 
-def estimate_reference_seconds_by_chip(
+def estimate_scaled_up_seconds_by_chip(
     run: History, steps: list[dict[str, Any]]
 ) -> dict[str, float]:
     """The estimated seconds of these steps on each of CHIPS, for the MODEL and sizes above."""

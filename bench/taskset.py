@@ -81,7 +81,7 @@ def have_equal_beginnings(a: Sample, b: Sample) -> bool:
     return a.prompt == b.prompt and a.response_ids[:num_both] == b.response_ids[:num_both]
 
 
-def compare(run_dir: str, num_episodes: int, batch_size: int) -> None:
+def compare_and_print_inside_and_outside(run_dir: str, num_episodes: int, batch_size: int) -> None:
     """Plays the conversations both ways, and prints the table."""
     settings = SETTINGS | {"init_adapter": run_dir}
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     args = harness.add_number_flags_and_parse(parser, argv, numbers)
     try:
-        compare(args.run, args.episodes, args.rollout_batch_size)
+        compare_and_print_inside_and_outside(args.run, args.episodes, args.rollout_batch_size)
     finally:
         close_harnesses()
 

@@ -37,7 +37,7 @@ from step.sample import Sample
 LEARNING_RATE = 1e-6  # so small that --target-kl never shortens a step
 
 
-class UpdateVariant(NamedTuple):
+class TrainedCompletionsAndLayers(NamedTuple):
     """The settings of one row of the table; None means the default of `train.py`."""
 
     train_completions: int | None
@@ -49,7 +49,7 @@ class UpdateVariant(NamedTuple):
         return f"{completions}, {layers}"
 
 
-def list_variants(groups: int, num_layers: int) -> list[UpdateVariant]:
+def list_variants(groups: int, num_layers: int) -> list[TrainedCompletionsAndLayers]:
     """
     The settings to time.
 
@@ -60,11 +60,11 @@ def list_variants(groups: int, num_layers: int) -> list[UpdateVariant]:
     for num_upper in (None, max(num_layers // 2, 1)):
         for num_trained in (None, groups // 2, groups // 4):
             if num_trained is None or num_trained >= 2:
-                variants.append(UpdateVariant(num_trained, num_upper))
+                variants.append(TrainedCompletionsAndLayers(num_trained, num_upper))
     return variants
 
 
-def make_random_samples(args: argparse.Namespace, vocab_size: int) -> list[Sample]:
+def make_samples_with_random_rewards(args: argparse.Namespace, vocab_size: int) -> list[Sample]:
     """Samples with random tokens and random rewards, in the form that a rollout returns."""
     rng = np.random.default_rng(args.seed)
     samples = []
@@ -88,7 +88,7 @@ def make_random_samples(args: argparse.Namespace, vocab_size: int) -> list[Sampl
 
 
 def time_updates_of_variant(
-    args: argparse.Namespace, directory: Path, variant: UpdateVariant
+    args: argparse.Namespace, directory: Path, variant: TrainedCompletionsAndLayers
 ) -> Iterator[dict[str, Any]]:
     """Yields the processor seconds, the seconds and the peak memory of each timed update."""
     config = Config.from_flags(
@@ -105,7 +105,7 @@ def time_updates_of_variant(
         config, MemoryDependentSizes(args.batch * args.groups, memory_estimate.BUDGET, 0)
     )
     learner = update.Learner(model, config, loss)
-    scored = make_random_samples(args, model.config.vocab_size)
+    scored = make_samples_with_random_rewards(args, model.config.vocab_size)
 
     for number in range(args.warmup + args.runs):
         mx.reset_peak_memory()

@@ -85,7 +85,7 @@ def measure_and_print_quantization_cost(
     few_bits_path: the directory or GGUF file of the rounded model.
     """
     try:
-        config = load_config_of_run_with_problems(run)
+        config = load_config_and_require_problems(run)
         # raise an error at once if Gwen cannot read the file that it wrote
         hub.find_model_directory(few_bits_path)
         assert run is not None
@@ -124,7 +124,7 @@ def measure_and_print_quantization_cost(
         )
 
 
-def load_config_of_run_with_problems(run: str | None) -> Config:
+def load_config_and_require_problems(run: str | None) -> Config:
     """
     The settings of a run whose task has problems.
 

@@ -99,7 +99,7 @@ def write_gguf_and_return_summary(
         tensor = weights_to_empty.pop(hub_name).astype(mx.float32)
         gguf_name = gguf_names.get_name(hub_name, (".weight", ".bias")) or hub_name
         if config.model_type == "llama":
-            tensor = reorder_llama_heads(hub_name, tensor, config)
+            tensor = reorder_query_and_key_rows(hub_name, tensor, config)
         kind = choose_tensor_type(gguf_name, tensor.shape, config, label)
         packed = pack_matrix(np.ascontiguousarray(tensor), kind, library)
         writer.add_tensor(gguf_name, packed, raw_dtype=kind)
@@ -122,7 +122,7 @@ def llama3_frequency_divisors(config: ModelConfig) -> mx.array:
     return mx.array((plain.frequencies / scaled.frequencies).astype(np.float32))
 
 
-def reorder_llama_heads(hub_name: str, tensor: mx.array, config: ModelConfig) -> mx.array:
+def reorder_query_and_key_rows(hub_name: str, tensor: mx.array, config: ModelConfig) -> mx.array:
     """
     The tensor, with its rows in llama.cpp's order if it is a query or key projection.
 

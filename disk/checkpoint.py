@@ -187,7 +187,7 @@ def load(run_dir: str | Path) -> TrainingState:
 
     Raises ValueError if no checkpoint is intact.
     """
-    _finish_interrupted_replacement(Path(run_dir))
+    _finish_or_undo_replacement(Path(run_dir))
     for path in reversed(list_checkpoints(run_dir)):
         try:
             return _read_checkpoint(path)
@@ -204,7 +204,7 @@ def load(run_dir: str | Path) -> TrainingState:
     )
 
 
-def _finish_interrupted_replacement(run_dir: Path) -> None:
+def _finish_or_undo_replacement(run_dir: Path) -> None:
     """Clean up after a process that was killed while it replaced a checkpoint."""
     for replaced in (run_dir / "checkpoints").glob("*.replaced"):
         target = replaced.with_suffix("")

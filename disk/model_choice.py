@@ -102,7 +102,7 @@ def refuse_quantized_model(name: str) -> None:
         )
 
 
-def copy_with_all_end_tokens(
+def add_and_print_missing_end_tokens(
     config: hub.ModelConfig, tokenizer: Any, name: str | Path, end_tokens: Sequence[str] = ()
 ) -> hub.ModelConfig:
     """

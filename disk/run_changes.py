@@ -42,7 +42,7 @@ def read_changes(run_dir: Path) -> list[dict[str, Any]]:
     return list(read_log(run_dir / CHANGES))
 
 
-def find_changes(
+def find_earlier_and_new_changes(
     run_dir: Path,
     step: int,
     before: SettingsAndDigests,

@@ -277,7 +277,7 @@ def _explain_taken_directory(path: Path) -> str:
     return message
 
 
-def create_run_dir(
+def create_locked_run_dir(
     settings_yaml: str,
     chosen_dir: Path,
     requested_dir: str | None,
@@ -331,7 +331,7 @@ def start_date_or_today(run_dir: Path) -> str:
     return str(load_json_object(file).get("begun", today)) if file.is_file() else today
 
 
-def read_file_digests(run_dir: Path) -> dict[str, str]:
+def read_file_and_function_digests(run_dir: Path) -> dict[str, str]:
     """
     Return the digests of the files and functions that the settings of a run name, by path or name.
 

@@ -165,7 +165,7 @@ def evaluate_task(
         select_argument_names(name, reward, arguments)
 
     sampled, greedy = answer(problems, params)
-    answers = grade_answers(task, sampled, greedy, grader, witness)
+    answers = grade_and_measure_answers(task, sampled, greedy, grader, witness)
     figures = collect_all_figures_per_problem(task, answers, params.samples)
     record: dict[str, Any] = {}
     for name, column in figures.items():
@@ -193,7 +193,7 @@ def evaluate_task(
     return run_files.replace_nonfinite_by_none(record), details
 
 
-def grade_answers(
+def grade_and_measure_answers(
     task: tasks.Task,
     sampled: list[Sample],
     greedy: list[Sample],

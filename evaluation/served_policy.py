@@ -20,7 +20,7 @@ from disk.checkpoint import digest_of_reprs
 from disk.run_files import JsonLinesLog, read_log
 from evaluation.score_task import EvalParams
 from flags import escape_invisible
-from judging.server import TEMPLATE_SETTINGS, ChatReply, Endpoint, ServerSettingNames
+from judging.server import TEMPLATE_SETTINGS, ChatReplyOrProblem, Endpoint, ServerSettingNames
 from machine import alive
 from prompts import chat_template
 from prompts.examples import Example
@@ -58,7 +58,7 @@ class ServedPolicy:
         self.server.retries = RETRIES
         directory = hub.find_model_directory(model, hub.TOKENIZER_FILES)
         self.tokenizer = hub.load_tokenizer(directory)
-        self.facts = model_choice.copy_with_all_end_tokens(
+        self.facts = model_choice.add_and_print_missing_end_tokens(
             hub.load_config(directory), self.tokenizer, model
         )
         self.folder = folder
@@ -89,7 +89,7 @@ class ServedPolicy:
         ]
         return answered[: len(sampled)], answered[len(sampled) :]
 
-    def sample_with_reply(self, sample: Sample, reply: ChatReply) -> Sample:
+    def sample_with_reply(self, sample: Sample, reply: ChatReplyOrProblem) -> Sample:
         """Returns a copy of a sample with the text and token ids of the server's reply."""
         text = self.thought_prefix_in_tags(sample, reply) + reply.text.strip()
         ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -102,7 +102,7 @@ class ServedPolicy:
             text=text,
         )
 
-    def thought_prefix_in_tags(self, sample: Sample, reply: ChatReply) -> str:
+    def thought_prefix_in_tags(self, sample: Sample, reply: ChatReplyOrProblem) -> str:
         """Returns the model's thought inside <think> tags, or "" if the reply has no thought."""
         if reply.thought:
             opened = f"<think>\n{reply.thought}\n"
@@ -139,7 +139,7 @@ class ServedPolicy:
 
     def load_saved_and_fetch_replies(
         self, requests: list[dict[str, Any]], prompts: list[list[int]]
-    ) -> list[ChatReply]:
+    ) -> list[ChatReplyOrProblem]:
         """
         Returns the server's reply to each request, in the order of the requests.
 
@@ -152,10 +152,10 @@ class ServedPolicy:
         digest = digest_of_reprs(self.server.url, self.server.model, *requests)
         self.log = JsonLinesLog(self.folder / f"served-{digest}.jsonl")
         self.log.truncate_after(0)  # this removes an incomplete last line
-        replies: dict[int, ChatReply] = {}  # by the index of the request
-        for record in read_log(self.log.path, ("place", *ChatReply._fields)):
-            fields = [record[name] for name in ChatReply._fields]
-            replies[record["place"]] = ChatReply(*fields)
+        replies: dict[int, ChatReplyOrProblem] = {}  # by the index of the request
+        for record in read_log(self.log.path, ("place", *ChatReplyOrProblem._fields)):
+            fields = [record[name] for name in ChatReplyOrProblem._fields]
+            replies[record["place"]] = ChatReplyOrProblem(*fields)
         if replies:
             note = f"reusing the {len(replies)} answers in {self.log.path}"
             tqdm.write(escape_invisible(note), file=sys.stderr)
@@ -175,7 +175,7 @@ class ServedPolicy:
         self,
         requests: list[dict[str, Any]],
         prompts: list[list[int]],
-        replies: dict[int, ChatReply],
+        replies: dict[int, ChatReplyOrProblem],
     ) -> None:
         """
         Fetches the missing replies, adds them to `replies`, and saves them.

@@ -25,7 +25,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import gwen
-from config import Config, MemoryDependentSizes, ModelSettings, samples_held_out_answers
+from config import Config, MemoryDependentSizes, ModelSettings, evaluations_sample_answers
 from disk import checkpoint, hub, model_choice
 from forecast.row_memory import (
     ROOM,
@@ -34,7 +34,7 @@ from forecast.row_memory import (
     choose_rollout_rows,
     delta_state_bytes_per_row,
     forward_bytes_per_position,
-    layer_bytes_per_position,
+    layer_backward_bytes_per_position,
     rollout_bytes,
     uses_kernels,
 )
@@ -270,7 +270,7 @@ def rollout_phase_bytes(demand: RunDemand, rows_at_once: int) -> int:
     rows_at_once: the number of completions that are sampled at the same time.
     """
     if demand.is_sft:
-        return _evaluation_bytes_of_replies(demand, rows_at_once)
+        return _sft_held_out_sampling_bytes(demand, rows_at_once)
     cache_bytes, working_bytes = rollout_bytes(
         demand.model,
         demand.dtype,
@@ -282,14 +282,14 @@ def rollout_phase_bytes(demand: RunDemand, rows_at_once: int) -> int:
     return cache_bytes + working_bytes
 
 
-def _evaluation_bytes_of_replies(demand: RunDemand, rows_at_once: int) -> int:
+def _sft_held_out_sampling_bytes(demand: RunDemand, rows_at_once: int) -> int:
     """
     Return the bytes that sampling held-out answers needs with --loss-type sft, or 0 without it.
 
     The lengths of the conversations stand for the lengths of their prompts, which are shorter.
     """
     config = demand.config
-    if not samples_held_out_answers(config.to_flags()) or not config.evaluation.every:
+    if not evaluations_sample_answers(config.to_flags()) or not config.evaluation.every:
         return 0
     max_tokens = config.sampling.max_tokens
     lengths = demand.prompt_lengths
@@ -352,7 +352,9 @@ class MicroBatchSizes(NamedTuple):
     shares_prompts: bool  # whether a prompt is computed only once for all its completions
 
 
-def plan_micro_batches(demand: RunDemand, sizes: MemoryDependentSizes) -> list[MicroBatchSizes]:
+def plan_micro_batches_at_max_length(
+    demand: RunDemand, sizes: MemoryDependentSizes
+) -> list[MicroBatchSizes]:
     """Divide a step into micro-batches, as if all completions had the maximum length."""
     prompts: list[list[int]] = []
     for number, length in enumerate(demand.longest_prompt_lengths):
@@ -375,7 +377,7 @@ def plan_micro_batches(demand: RunDemand, sizes: MemoryDependentSizes) -> list[M
 def update_phase_bytes(demand: RunDemand, sizes: MemoryDependentSizes) -> int:
     """Return the bytes that an update needs for its largest micro-batch and the gradient."""
     trained = count_parameters(demand.model, demand.config.model).trained
-    micro_batches = plan_micro_batches(demand, sizes)
+    micro_batches = plan_micro_batches_at_max_length(demand, sizes)
     largest = 0
     for micro_batch in micro_batches:
         num_bytes = micro_batch_bytes(demand, sizes.checkpoint_layers, micro_batch)
@@ -402,7 +404,8 @@ def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: Micro
     kept_kinds = trained_kinds[num_recomputed:]
     keys = micro_batch.longest_prompt + demand.max_completion_tokens - 1
     bytes_of_kind = {
-        kind: micro_batch.num_positions * layer_bytes_per_position(model, dtype, keys, kind)
+        kind: micro_batch.num_positions
+        * layer_backward_bytes_per_position(model, dtype, keys, kind)
         for kind in set(model.layer_kinds)
     }
 
@@ -590,7 +593,7 @@ def format_memory_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
     )
 
     if not demand.config.model.lora_rank:
-        disk_bytes = max_checkpoint_disk_bytes(demand, need)
+        disk_bytes = max_full_checkpoint_disk_bytes(demand, need)
         line += f"; checkpoints need up to {disk_bytes / 1e9:.1f} GB of disk space"
     if need.peak_bytes > room:
         line += f"; {TOO_LARGE}: {suggest_memory_remedy(need, room)}"
@@ -602,7 +605,7 @@ def format_gigabytes(sizes: dict[str, int]) -> list[str]:
     return [f"{size / 1e9:.2f} {name}" for name, size in sizes.items() if size]
 
 
-def max_checkpoint_disk_bytes(demand: RunDemand, need: MemoryNeed) -> int:
+def max_full_checkpoint_disk_bytes(demand: RunDemand, need: MemoryNeed) -> int:
     """Return the maximum disk space for the checkpoints of a run that trains all weights."""
     weights = need.resident["weights"]
     masters = 4 * count_parameters(demand.model).weights

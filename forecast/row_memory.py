@@ -40,7 +40,7 @@ def uses_kernels() -> bool:
     return gpu.can_run_metal_kernels() and kernels.is_kernels_variable_on()
 
 
-def layer_bytes_per_position(
+def layer_backward_bytes_per_position(
     model: hub.ModelConfig, dtype: mx.Dtype, num_keys: float, layer_kind: str
 ) -> float:
     """
@@ -67,7 +67,10 @@ def _delta_net_width(model: hub.ModelConfig) -> int:
     """The total width of a gated delta net, without the MLP and the hidden states."""
     assert model.delta is not None
     _, num_heads, key_dim, value_dim, _ = model.delta
-    width = 3 * sum(model.delta.widths) // 2 + 2 * model.delta.widths[-1]
+    width = (
+        3 * sum(model.delta.query_key_value_widths) // 2
+        + 2 * model.delta.query_key_value_widths[-1]
+    )
     if not uses_kernels():  # for the matrices that are computed for each chunk
         state_width = key_dim * value_dim / delta.CHUNK / 5
         width += int(num_heads * (1.7 * delta.CHUNK + 1.4 * key_dim + state_width))
@@ -82,7 +85,9 @@ def forward_bytes_per_position(model: hub.ModelConfig, dtype: mx.Dtype, num_keys
     kind_bytes = []
     for kind in set(model.layer_kinds):
         fraction = LINEAR_FRACTION if kind == "linear_attention" else 1
-        kind_bytes.append(layer_bytes_per_position(model, dtype, num_keys, kind) * fraction)
+        kind_bytes.append(
+            layer_backward_bytes_per_position(model, dtype, num_keys, kind) * fraction
+        )
     return loop_bytes + max(kind_bytes)
 
 

@@ -24,7 +24,7 @@ from forecast.memory_estimate import (
     count_parameters,
     estimate_memory,
     gpu_memory_limit,
-    plan_micro_batches,
+    plan_micro_batches_at_max_length,
     trained_layer_kinds,
 )
 from forecast.row_memory import cache_bytes_per_token, delta_state_bytes_per_row
@@ -94,7 +94,7 @@ def estimate_phase_costs(
     decode_bytes = num_decode_steps * (weights + head * dtype.size + rows_at_once * cache_bytes)
     decode_flops = num_decode_steps * rows_at_once * (2 * (matmuls + head) + pair * num_keys)
 
-    num_micro_batches = len(plan_micro_batches(demand, sizes))
+    num_micro_batches = len(plan_micro_batches_at_max_length(demand, sizes))
     update_flops = count_update_flops(demand, sizes, token_counts, matmuls, head, pair * num_keys)
 
     costs = {
@@ -153,7 +153,7 @@ def count_update_flops(
     return layer_flops + head_flops + num_measured_passes * measured_flops
 
 
-def format_step_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
+def format_step_cost_and_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
     """
     Return a line with the bytes that a step reads, its FLOPs, and its estimated time.
 
@@ -165,7 +165,7 @@ def format_step_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str
         fitting_chips = [chips.look_up_or_measure_chip()]
         note = "an estimate that nobody has checked on a Mac; other chips: --all-chips"
     else:
-        demand, sizes, fitting_chips = _find_chips_with_enough_memory(demand)
+        demand, sizes, fitting_chips = _find_chips_with_memory_for_16_bits(demand)
         note = "an estimate that nobody has checked on a Mac; all chips: --all-chips"
         fitting_chips = [chip for chip in fitting_chips if chip.is_base] or fitting_chips
 
@@ -185,7 +185,7 @@ def format_step_time_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str
 
 def list_chip_lines(demand: RunDemand) -> Iterator[str]:
     """Yield a table of Apple's chips, with the estimated time of a step in 16 bits on each."""
-    demand, sizes, fitting_chips = _find_chips_with_enough_memory(demand)
+    demand, sizes, fitting_chips = _find_chips_with_memory_for_16_bits(demand)
     costs = estimate_phase_costs(demand, sizes)
     yield f"{'chip':8}  seconds a step in 16 bits"
     for chip in chips.load_chips():
@@ -195,7 +195,7 @@ def list_chip_lines(demand: RunDemand) -> Iterator[str]:
         yield f"{chip.name:8}  {text}"
 
 
-def _find_chips_with_enough_memory(
+def _find_chips_with_memory_for_16_bits(
     demand: RunDemand,
 ) -> tuple[RunDemand, MemoryDependentSizes, list[chips.Chip]]:
     """Return the demand and the sizes in 16 bits, and the chips sold with enough memory."""

@@ -325,7 +325,7 @@ class TrialFigures(NamedTuple):
             signals=num_signals / num_groups,
             truncated=mean_metric_with_missing_as_0(steps, "completion/truncated_frac"),
             degenerate=mean_metric_with_missing_as_0(steps, "completion/degenerate_frac"),
-            rewarded_degenerate=fraction_of_rewarded_degenerate_answers(answers),
+            rewarded_degenerate=rewarded_and_degenerate_fraction(answers),
             unparsed=mean_metric_with_missing_as_0(steps, "judge/unparsed_frac"),
             mean_reward=mean_metric_with_missing_as_0(steps, "reward/mean"),
             deviation=mean_metric_with_missing_as_0(steps, "reward/std"),
@@ -356,7 +356,7 @@ def readable_rewards_or_one_zero(answers: list[dict[str, Any]]) -> list[float]:
     return [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
 
 
-def fraction_of_rewarded_degenerate_answers(answers: list[dict[str, Any]]) -> float:
+def rewarded_and_degenerate_fraction(answers: list[dict[str, Any]]) -> float:
     """
     The fraction of the answers that repeat themselves or copy the prompt, and are rewarded.
 
@@ -525,7 +525,7 @@ def suggest_changes(
         if closed_gate:
             changes.append(closed_gate)
         elif figures.highest == figures.lowest:
-            changes.insert(0, explain_equal_rewards(figures.highest))
+            changes.insert(0, advise_on_equal_rewards(figures.highest))
         elif figures.middle < FEW_RIGHT:
             changes.insert(
                 0, f"nearly all answers fail: use {WARM_START}, easier prompts, or more --groups"
@@ -582,7 +582,7 @@ def explain_closed_gate(answers: list[dict[str, Any]], gate_keeps_right_answers:
     return text
 
 
-def explain_equal_rewards(reward: float) -> str:
+def advise_on_equal_rewards(reward: float) -> str:
     """Advise what to change if all answers get the same reward."""
     if reward > 0:
         fix = "use a reward that distinguishes answers, or other prompts"

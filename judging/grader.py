@@ -179,7 +179,7 @@ class Grader:
         scores = self._look_up_cached_scores(keys)
         missing = [question for question, score in scores.items() if score is None]
 
-        evaluations = self._evaluate_across_ranks(missing, keys)
+        evaluations = self._evaluate_and_cache_across_ranks(missing, keys)
         for question, evaluation in evaluations.items():
             scores[question] = evaluation.score
         if evaluations:
@@ -212,7 +212,7 @@ class Grader:
         )
         return dict(zip(keys, cached, strict=True))
 
-    def _evaluate_across_ranks(
+    def _evaluate_and_cache_across_ranks(
         self, questions: list[CriterionQuestion], keys: dict[CriterionQuestion, str]
     ) -> dict[CriterionQuestion, CriterionEvaluation]:
         """

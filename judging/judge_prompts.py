@@ -120,7 +120,7 @@ class JudgePromptEncoder:
         """
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _encode_without_special_tokens(self, text: str) -> list[int]:
+    def _encode_special_tokens_as_text(self, text: str) -> list[int]:
         """The token ids of a text in which special tokens are encoded as plain text."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
@@ -131,12 +131,12 @@ class JudgePromptEncoder:
         Control tokens such as "<|im_end|>", and tags such as "</answer>", become plain characters.
         """
         text = _TAG.sub("< ", text)
-        ids = self._encode_without_special_tokens(text)
+        ids = self._encode_special_tokens_as_text(text)
         unmarked_ids = self.control.keys() & set(ids)  # control tokens that are not special
         if unmarked_ids:
             for token in {self.control[token_id] for token_id in unmarked_ids}:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
-            ids = self._encode_without_special_tokens(text)
+            ids = self._encode_special_tokens_as_text(text)
         # drop control tokens that the tokenizer recognizes in other spellings
         return [token_id for token_id in ids if token_id not in self.control]
 

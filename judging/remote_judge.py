@@ -20,7 +20,7 @@ from judging.evaluations import (
 )
 from judging.grader import Grader, digest_of
 from judging.rubrics import Rubric
-from judging.server import TEMPLATE_SETTINGS, ChatReply, Endpoint, ServerSettingNames
+from judging.server import TEMPLATE_SETTINGS, ChatReplyOrProblem, Endpoint, ServerSettingNames
 from machine import alive
 
 FLAGS = ServerSettingNames("--judge-url", "--judge-model", "JUDGE_API_KEY", "--judge-think")
@@ -89,7 +89,7 @@ class RemoteJudge(Grader):
         body[TEMPLATE_SETTINGS] = {"enable_thinking": self.think > 0}
         return body
 
-    def _read_evaluation(self, reply: ChatReply) -> CriterionEvaluation:
+    def _read_evaluation(self, reply: ChatReplyOrProblem) -> CriterionEvaluation:
         """
         The evaluation in a server's reply.
 

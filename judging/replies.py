@@ -416,7 +416,7 @@ def opening_scores(text: str, was_cut: bool) -> Scores:
     return [value.score]
 
 
-def scores_after_names_with_colon(text: str) -> Scores:
+def candidate_scores_after_any_name(text: str) -> Scores:
     """Rule: the score is the number after a name and a colon or "=", as in "Scrutiny = 4"."""
     scores: Scores = []
     for line in NAMED_NUMBER.finditer(text):
@@ -443,7 +443,7 @@ def scores_in_verdicts(text: str) -> Scores:
     return scores
 
 
-def scores_of_lone_numbers(text: str) -> Scores:
+def scores_of_only_number(text: str) -> Scores:
     """
     Rule: the score is the reply's only number.
 
@@ -482,9 +482,9 @@ def read_score(reply: str, was_cut: bool = False) -> int | None:
     ]
     if not was_cut:
         rules += [
-            lambda: scores_after_names_with_colon(unscaled),
+            lambda: candidate_scores_after_any_name(unscaled),
             lambda: scores_in_verdicts(unscaled),
-            lambda: scores_of_lone_numbers(unscaled),
+            lambda: scores_of_only_number(unscaled),
         ]
     for find_scores in rules:
         scores = find_scores()

@@ -67,7 +67,7 @@ class ServerSettingNames(NamedTuple):
     length: str  # the setting that the user should lower if a request is too long
 
 
-class ChatReply(NamedTuple):
+class ChatReplyOrProblem(NamedTuple):
     """A model's reply to one request, or the reason why there is no reply."""
 
     text: str
@@ -145,9 +145,9 @@ class RequestLimiter:
         self.limit = max_requests
         self.num_replies = 0
         self.num_pauses = 0
-        self.prepare_for_new_event_loop()
+        self.reset_pauses_for_new_event_loop()
 
-    def prepare_for_new_event_loop(self) -> None:
+    def reset_pauses_for_new_event_loop(self) -> None:
         """
         Resets everything except the limit, because a new event loop will send the next requests.
         """
@@ -262,7 +262,7 @@ class Endpoint:
 
     def send_chat_requests(
         self, request_bodies: Sequence[dict[str, Any]]
-    ) -> Generator[tuple[int, ChatReply], None, None]:
+    ) -> Generator[tuple[int, ChatReplyOrProblem], None, None]:
         """
         Sends requests and yields each request's index and reply as soon as the reply arrives.
 
@@ -275,7 +275,7 @@ class Endpoint:
             [{"model": self.model, "stream": False} | body for body in request_bodies]
         )
 
-        async def next_reply() -> tuple[int, ChatReply] | None:
+        async def next_reply() -> tuple[int, ChatReplyOrProblem] | None:
             return await anext(replies, None)
 
         with asyncio.Runner() as runner:
@@ -284,13 +284,13 @@ class Endpoint:
 
     async def _yield_replies(
         self, bodies: list[dict[str, Any]]
-    ) -> AsyncIterator[tuple[int, ChatReply]]:
+    ) -> AsyncIterator[tuple[int, ChatReplyOrProblem]]:
         waiting = collections.deque(enumerate(bodies))
-        arrived: asyncio.Queue[tuple[int, ChatReply] | Exception] = asyncio.Queue()
+        arrived: asyncio.Queue[tuple[int, ChatReplyOrProblem] | Exception] = asyncio.Queue()
         if self.pace is None:
             self.pace = RequestLimiter(self.concurrency)
         pace = self.pace
-        pace.prepare_for_new_event_loop()
+        pace.reset_pauses_for_new_event_loop()
         # The client follows no redirects, because a redirect could send the key to another host.
         client_context = httpx2.AsyncClient(
             headers=self.headers, verify=self.certificates, timeout=self.timeout
@@ -351,7 +351,7 @@ class Endpoint:
 
     async def _send_with_retries(
         self, client: httpx2.AsyncClient, pace: RequestLimiter, body: dict[str, Any]
-    ) -> ChatReply:
+    ) -> ChatReplyOrProblem:
         """
         Sends a request until a reply arrives, and returns the reply.
 
@@ -384,14 +384,14 @@ class Endpoint:
             if status in range(200, 300):
                 self.has_replied = True
                 pace.note_reply_and_raise_limit()
-                self._note_if_system_message_is_accepted(sent, is_merged)
+                self._note_system_message_support(sent, is_merged)
                 return self._parse_reply(response.content)
             if status in (400, 413) and TOO_LONG.search(response.problem):
                 problem = (
                     f"{response.problem}; lower {self.flags.length}, or give the server's model "
                     f"more context"
                 )
-                return ChatReply("", {}, problem)
+                return ChatReplyOrProblem("", {}, problem)
             if status in SETTING_REFUSALS and self._drop_or_rename_setting(sent, response.problem):
                 continue
             if refusal is None and self._may_be_due_to_system_message(
@@ -527,7 +527,7 @@ class Endpoint:
             return status not in OTHER_REFUSALS
         return status >= 500 and ABOUT_ROLES.search(refusal_message) is not None
 
-    def _note_if_system_message_is_accepted(self, sent: dict[str, Any], is_merged: bool) -> None:
+    def _note_system_message_support(self, sent: dict[str, Any], is_merged: bool) -> None:
         """After a request succeeds, remembers whether the server accepts system messages."""
         if begins_with_system_and_user(sent):
             self.takes_system = True
@@ -578,7 +578,7 @@ class Endpoint:
 
     # ---- replies
 
-    def _parse_reply(self, content: bytes) -> ChatReply:
+    def _parse_reply(self, content: bytes) -> ChatReplyOrProblem:
         """
         Reads a reply from a server's JSON.
 
@@ -597,8 +597,8 @@ class Endpoint:
             num_prompt_tokens = usage.get("prompt_tokens")
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
             shown = self._redact_and_shorten(content.decode(errors="replace"))
-            return ChatReply("", {}, f"the server sent no chat completion: {shown!r:.80}")
-        return ChatReply(
+            return ChatReplyOrProblem("", {}, f"the server sent no chat completion: {shown!r:.80}")
+        return ChatReplyOrProblem(
             text=redact_secrets(text, self.key),
             first_logprobs=first_logprobs,
             thought=redact_secrets(thought, self.key),

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kv_cache import AttentionMasks, KeysAndValues, Mask, Parts, QueryRowsPerCacheRow
+from kv_cache import AttentionMasks, KeysAndValues, Mask, Parts, QueryRowsReadingCachePart
 from machine import cpu, gpu, kernels
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: Mas
     (measured at L=110).
     """
     return tree_attention_ref(
-        queries, [(keys, values)], AttentionMasks([QueryRowsPerCacheRow(mask=mask)])
+        queries, [(keys, values)], AttentionMasks([QueryRowsReadingCachePart(mask=mask)])
     )
 
 
@@ -203,7 +203,7 @@ def score_gradient(
 
 
 def gather_queries_by_part_row(
-    x: mx.array, readers: QueryRowsPerCacheRow, num_part_rows: int
+    x: mx.array, readers: QueryRowsReadingCachePart, num_part_rows: int
 ) -> mx.array:
     """
     All queries that read each row of a part, (N, K, Q, X) -> (R, K, G * Q, X).
@@ -220,7 +220,7 @@ def gather_queries_by_part_row(
 
 
 def scatter_to_query_rows(
-    x: mx.array, readers: QueryRowsPerCacheRow, num_rows: int, num_queries: int
+    x: mx.array, readers: QueryRowsReadingCachePart, num_rows: int, num_queries: int
 ) -> mx.array:
     """
     The inverse of `gather_queries_by_part_row`, (R, K, G * Q, X) -> (N, K, Q, X).
@@ -239,7 +239,7 @@ def add_mask_to_scores(scores: mx.array, mask: Mask, num_positions: int) -> mx.a
     """
     The scores (R, K, G * Q, S), with -1e30 added where a query does not see a key.
 
-    The mask has the form described in `kv_cache.QueryRowsPerCacheRow`, and `num_positions` is L.
+    `kv_cache.QueryRowsReadingCachePart` describes the form of the mask, and `num_positions` is L.
     """
     if mask is None:
         return scores
@@ -360,7 +360,7 @@ def slot_attention(queries: mx.array, parts: Parts, masks: AttentionMasks) -> mx
 
 
 def copy_part_for_each_row(
-    part: mx.array, readers: QueryRowsPerCacheRow, num_rows: int
+    part: mx.array, readers: QueryRowsReadingCachePart, num_rows: int
 ) -> mx.array:
     """One copy of a part's keys or values for each row, (R, K, S, D) -> (N, K, S, D)."""
     if readers.places is None or readers.members is None:

@@ -20,8 +20,8 @@ HERE = Path(__file__).parent
 BELOW_ONE = 1 - 2**-22
 MAX_VOCABULARY = 2**20  # 32 groups, each of 32 blocks of 1,024 logits
 
-# `row_slopes` multiplies the gradient by this factor. Without the factor, values below 6e-8 would
-# become 0 in float16.
+# `row_logprobs_and_gradients` multiplies the gradient by this factor. Without the factor, values
+# below 6e-8 would become 0 in float16.
 SLOPE_SCALE = 256
 
 LogprobsAndEntropies = tuple[mx.array, mx.array]
@@ -221,7 +221,7 @@ def row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> L
     return logprobs, entropies
 
 
-def row_slopes_ref(
+def row_logprobs_and_gradients_ref(
     logits: mx.array, ids: mx.array, temperature: float = 1.0
 ) -> LogprobsEntropiesScaledSlopes:
     """
@@ -237,13 +237,13 @@ def row_slopes_ref(
     return logprobs, entropies, (slopes * SLOPE_SCALE).astype(logits.dtype)
 
 
-ROW_SLOPES = kernels.Kernel(
-    HERE / "row_slopes.metal", "logits ids temperature", "logprobs entropies out"
+ROW_LOGPROBS_AND_GRADIENTS = kernels.Kernel(
+    HERE / "row_logprobs_and_gradients.metal", "logits ids temperature", "logprobs entropies out"
 )
 
 
-@kernels.make_op(row_slopes_ref)
-def row_slopes(
+@kernels.make_op(row_logprobs_and_gradients_ref)
+def row_logprobs_and_gradients(
     logits: mx.array, ids: mx.array, temperature: float = 1.0
 ) -> LogprobsEntropiesScaledSlopes:
     """
@@ -254,7 +254,7 @@ def row_slopes(
     for the gradient.
     """
     logprobs, entropies, slopes = _launch_per_row(
-        ROW_SLOPES,
+        ROW_LOGPROBS_AND_GRADIENTS,
         logits,
         [ids],
         temperature,

@@ -15,7 +15,7 @@ from kv_cache import (
     KVCache,
     LayerCache,
     Parts,
-    QueryRowsPerCacheRow,
+    QueryRowsReadingCachePart,
     make_empty_layers,
     make_part_readers,
 )
@@ -53,7 +53,7 @@ class TreeLayer:
         row_values = values[column_indices].swapaxes(1, 2)
         target.update(row_keys, row_values)
 
-    def make_next_level_layer(
+    def copy_with_only_ancestor_rows(
         self, ancestor_rows_of_level: Sequence[slice | mx.array], parents: Sequence[int]
     ) -> "TreeLayer":
         """A layer with only those rows of each level that the rows of a new level can read."""
@@ -130,7 +130,7 @@ class TreeCache(Cache):
         extended.lengths.append(row_lengths)
         extended.rows.append(list(range(len(row_lengths))))
         extended.layers = [
-            layer.make_next_level_layer(ancestor_rows_of_level, parents or [])
+            layer.copy_with_only_ancestor_rows(ancestor_rows_of_level, parents or [])
             for layer in self.layers
         ]
         return extended
@@ -177,7 +177,9 @@ class TreeCache(Cache):
         if min(newest_lengths) < num_new:
             begins = mx.zeros((len(newest_lengths),), mx.int32)
             spans = begins, mx.array(newest_lengths, dtype=mx.int32)
-        return AttentionMasks([*part_readers, QueryRowsPerCacheRow(mask="causal")], whole, spans)
+        return AttentionMasks(
+            [*part_readers, QueryRowsReadingCachePart(mask="causal")], whole, spans
+        )
 
     def to_flat_cache(self) -> KVCache:
         """

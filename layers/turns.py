@@ -15,7 +15,7 @@ from kv_cache import SlotCache
 from machine import gpu
 
 
-class Conversation(Protocol):
+class RowEpisodes(Protocol):
     """
     Answers the turns of rows: a `tools.episodes.Episodes` or a `serving.episodes.ServedEpisodes`.
     """
@@ -58,7 +58,7 @@ class RowState(Protocol):
     reasons: list[str]
 
     @property
-    def conversation(self) -> Conversation | None: ...
+    def episodes(self) -> RowEpisodes | None: ...
 
     def is_over(self, row: int) -> bool: ...
 
@@ -81,7 +81,7 @@ class Decoder(Protocol):
 
     def read_all_but_newest(self, num_newest: int) -> None: ...
 
-    def append_ids(self, ids_by_slot: dict[int, list[int]]) -> None: ...
+    def append_ids_and_update_logits(self, ids_by_slot: dict[int, list[int]]) -> None: ...
 
     def has_enough_idle(self, num_idle: int) -> bool: ...
 
@@ -100,24 +100,24 @@ class TurnScheduler:
     def __init__(self, decoder: Decoder, prompt_lengths: dict[int, int]):
         """prompt_lengths: the number of prompt tokens of each row."""
         state = decoder.state
-        assert state.conversation is not None, "the decoder's rows take no turns"
+        assert state.episodes is not None, "the decoder's rows take no turns"
         self.decoder = decoder
         self.cache = decoder.cache
         self.state = state
-        self.conversation = state.conversation
+        self.episodes = state.episodes
         for net in self.cache.nets:
             net.keeps_before = True
 
         # the maximum number of positions of each row after its prompt
         self.max_positions: dict[int, int] = {}
         for row, length in prompt_lengths.items():
-            self.max_positions[row] = self.conversation.context - length
+            self.max_positions[row] = self.episodes.context - length
         # for rows that wait for a reply, the states of the gated delta nets at the end of the turn
         self.net_states: dict[int, list[tuple[mx.array, mx.array]]] = {}
         self.replies: dict[int, list[int]] = {}  # the ids that each row gets next
 
         rows = list(prompt_lengths)
-        self.conversation.begin(rows)  # before the turns, whose limits it may change
+        self.episodes.begin(rows)  # before the turns, whose limits it may change
         for row in rows:
             state.sequences[row] = []
             state.places[row] = []
@@ -135,9 +135,9 @@ class TurnScheduler:
             if self.is_sampling:
                 self.decoder.queue_step()
             self.decoder.read_all_but_newest(num_newest=1 if self.is_sampling else 0)
-            self._end_turns()
+            self._end_turns_and_store_net_states()
             self._collect_replies()
-            self._reuse_slots()
+            self._reuse_or_drop_slots_of_complete_rows()
             self._prefill_replies()
             self.state.show_progress()
         mx.synchronize()  # wait, because a queued step still uses the cache
@@ -159,7 +159,7 @@ class TurnScheduler:
 
     # ---- turns
 
-    def _end_turns(self) -> None:
+    def _end_turns_and_store_net_states(self) -> None:
         """Ends turns, and stores the states of the gated delta nets at the end of each turn."""
         state = self.state
         for slot, row in enumerate(self.row_of_slot):
@@ -167,7 +167,7 @@ class TurnScheduler:
                 continue
             length = state.lengths[row]
             if len(state.places[row]) < length:
-                self._end_turn(row)
+                self._store_turn_and_ask_for_reply(row)
                 # tokens sampled after the end of the turn, 0 or 1
                 num_extra = int(self.decoder.num_sampled[row] - length)
                 self.net_states[row] = [net.get_state(slot, num_extra) for net in self.cache.nets]
@@ -175,7 +175,7 @@ class TurnScheduler:
             # later writes overwrite the columns of tokens that were sampled after the end
             self.cache.lengths[slot] = len(state.sequences[row])
 
-    def _end_turn(self, row: int) -> None:
+    def _store_turn_and_ask_for_reply(self, row: int) -> None:
         """Adds the turn's tokens to the row's sequence, and asks for the reply to the turn."""
         state = self.state
         places = state.places[row]
@@ -188,7 +188,7 @@ class TurnScheduler:
         sequence.extend(turn)
         is_finished = bool(state.is_at_end_token_or_stop(np.array([row]))[0])
         if is_finished or not self._is_at_limit(row):
-            self.conversation.end_turn(row, turn, logprobs)
+            self.episodes.end_turn(row, turn, logprobs)
         else:
             self._end_row_at_limit(row, turn, logprobs)
 
@@ -201,7 +201,7 @@ class TurnScheduler:
         """Ends a row that has reached a limit. turn: the ids of its unfinished turn, if any."""
         reason = self._finish_reason_at_limit(row)
         self.state.reasons[row] = reason
-        self.conversation.end_row(row, turn, logprobs, reason)
+        self.episodes.end_row(row, turn, logprobs, reason)
 
     def _drop_unfinished_turn(self, row: int) -> None:
         """Ends the row's turn without its tokens, if the row is in the middle of a turn."""
@@ -218,7 +218,7 @@ class TurnScheduler:
         """
         state = self.state
         is_idle = not (self.is_sampling or self.replies or self.slots_of_complete_rows)
-        replies = self.conversation.take_replies(wait=is_idle)
+        replies = self.episodes.take_replies(wait=is_idle)
         for row, reply in replies.items():
             if isinstance(reply, str):
                 self._drop_unfinished_turn(row)
@@ -243,7 +243,7 @@ class TurnScheduler:
         state = self.state
         end_of_context = state.lengths[row] + self._positions_left(row)
         limit = min(state.max_tokens[row], end_of_context)
-        turn_limit = self.conversation.turn_limit(row)
+        turn_limit = self.episodes.turn_limit(row)
         if turn_limit is not None:
             limit = min(limit, state.lengths[row] + turn_limit)
         state.limits[row] = limit
@@ -253,7 +253,7 @@ class TurnScheduler:
         """The finish reason of a row that has reached a limit."""
         return "length" if self.state.lengths[row] == self.state.max_tokens[row] else "context"
 
-    def _reuse_slots(self) -> None:
+    def _reuse_or_drop_slots_of_complete_rows(self) -> None:
         """Gives the slots of complete rows to waiting rows, or drops them if no row waits."""
         complete = self.slots_of_complete_rows
         if not complete:
@@ -293,4 +293,4 @@ class TurnScheduler:
                 part = ids[begin : begin + num_columns]
                 if part:
                     parts[slot] = part
-            self.decoder.append_ids(parts)
+            self.decoder.append_ids_and_update_logits(parts)

@@ -231,11 +231,13 @@ def make_op(
 
 # An operation, its positional arguments and its keyword arguments.
 Call = tuple[Op[Any, Any], tuple[Any, ...], dict[str, Any]]
-_recorded_calls: list[list[Call]] = []  # one list per active `record_calls` context, innermost last
+_recorded_calls: list[
+    list[Call]
+] = []  # one list per active `record_calls_without_kernels` context, innermost last
 
 
 @contextlib.contextmanager
-def record_calls() -> Iterator[list[Call]]:
+def record_calls_without_kernels() -> Iterator[list[Call]]:
     """
     Inside the context, all operations append their calls to the yielded list.
 
@@ -280,7 +282,7 @@ def _record_gradient_calls(
     op: Op[Any, Any], arguments: tuple[Any, ...], settings: dict[str, Any]
 ) -> list[Call]:
     """The calls of operations that the gradient of one call makes."""
-    with record_calls() as calls:
+    with record_calls_without_kernels() as calls:
         results = _array_leaves(op.reference(*arguments, **settings))
         cotangents = [mx.ones_like(result) for result in results]
         op.gradient(cotangents, results, *arguments, **settings)

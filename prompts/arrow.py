@@ -63,7 +63,7 @@ def rows_from_dataset(dataset: Any) -> Rows:
     return rows_from_arrow_table(dataset.with_format("arrow")[:])
 
 
-def rows_and_num_doubtful_nulls(data: Any) -> tuple[Rows, int]:
+def rows_and_num_removed_doubtful_nulls(data: Any) -> tuple[Rows, int]:
     """
     Reads the rows of data that a user's program passes to Gwen.
 
@@ -78,7 +78,7 @@ def rows_and_num_doubtful_nulls(data: Any) -> tuple[Rows, int]:
     if module == "datasets" and isinstance(data, Mapping):
         all_rows = []
         for name, dataset in data.items():
-            split_rows, _ = rows_and_num_doubtful_nulls(dataset)
+            split_rows, _ = rows_and_num_removed_doubtful_nulls(dataset)
             all_rows += [row | {"split": name} for row in split_rows]
         return all_rows, 0
     if module == "datasets" and hasattr(data, "num_rows"):

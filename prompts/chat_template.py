@@ -367,7 +367,9 @@ def encode_prompts(
 # ---- templates for other programs
 
 
-def fix_template_and_describe_changes(tokenizer: Any, system: str | None, thinking: bool) -> str:
+def add_settings_to_template_and_describe(
+    tokenizer: Any, system: str | None, thinking: bool
+) -> str:
     """
     Makes other programs that use the tokenizer's chat templates render the same prompts as Gwen.
 

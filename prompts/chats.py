@@ -23,7 +23,7 @@ from prompts.messages import (
     CONVERSATIONS,
     THOUGHTS,
     check_message_order,
-    check_prompt_messages,
+    check_reply_can_follow,
     conversation_column_name,
     looks_like_conversation,
     read_messages,
@@ -143,7 +143,7 @@ def read_conversation_example(example: Example) -> Example:
         raise ValueError(
             "no message has the role assistant, so there is nothing to learn; add such a message"
         )
-    check_prompt_messages(prompt)
+    check_reply_can_follow(prompt)
     check_message_order("the conversation", prompt + completion)
     if not any(map(_is_trained_reply, completion)):
         raise ValueError("all replies have weight 0, so there is nothing to learn; remove the row")

@@ -21,12 +21,12 @@ from prompts.files import Records, note_on_removed_nulls, read_records
 from prompts.messages import (
     CONVERSATIONS,
     check_message_order,
-    check_prompt_messages,
-    check_text,
+    check_reply_can_follow,
     conversation_column_name,
     looks_like_conversation,
     parse_messages_if_json,
     read_messages,
+    refuse_blank_or_broken_text,
     remove_thought,
 )
 
@@ -169,11 +169,11 @@ def write_rows_to_cache_file(data: Any) -> tuple[str, list[str]]:
     """
     Writes rows from a user's program to a cache file whose name is a hash of the rows.
 
-    data: the rows; see `arrow.rows_and_num_doubtful_nulls` for the types allowed. Returns the path
-    of the file, and notes for the user.
+    data: the rows, of the types that `arrow.rows_and_num_removed_doubtful_nulls` allows. Returns the
+    path of the file, and notes for the user.
     Raises ValueError if a row cannot be written as JSON.
     """
-    rows, num_nulls = arrow.rows_and_num_doubtful_nulls(data)
+    rows, num_nulls = arrow.rows_and_num_removed_doubtful_nulls(data)
     notes = []
     if num_nulls:
         notes.append(
@@ -231,14 +231,14 @@ def read_prompt_example(example: Example) -> Example:
         raise ValueError(_explain_missing_prompt(example))
     if isinstance(prompt, list):
         messages = read_messages("prompt", prompt)
-        prompt = check_prompt_messages([_without_weight(message) for message in messages])
+        prompt = check_reply_can_follow([_without_weight(message) for message in messages])
     elif not isinstance(prompt, str):
         raise ValueError(
             f"prompt {shorten_value(prompt)} is a {type(prompt).__name__}; "
             "it must be a string or chat messages"
         )
     elif prompt or "prompt" in example:
-        check_text("prompt", prompt)
+        refuse_blank_or_broken_text("prompt", prompt)
 
     check_system_and_category(example, prompt)
     example = check_and_clean_template_variables(example) | {"prompt": prompt}
@@ -350,7 +350,7 @@ def check_system_and_category(example: Example, prompt: Any) -> None:
     """
     for name in ("system", "category"):
         if example.get(name) is not None:
-            check_text(name, example[name])
+            refuse_blank_or_broken_text(name, example[name])
     first = prompt[0] if isinstance(prompt, list) and prompt else None
     has_system_message = isinstance(first, dict) and first.get("role") == "system"
     if example.get("system") is not None and has_system_message:

@@ -417,7 +417,7 @@ def _load_saved_records(spec: str, folder: str, split: str) -> Records:
         )
     if split or len(splits) == 1:
         return list(label_records_by_number(arrow.rows_from_dataset(splits[split or first])))
-    rows, _ = arrow.rows_and_num_doubtful_nulls(splits)
+    rows, _ = arrow.rows_and_num_removed_doubtful_nulls(splits)
     return list(label_records_by_number(rows))
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any
 
-from config import samples_held_out_answers
+from config import evaluations_sample_answers
 from prompts.data import load_data
 from prompts.examples import Example, hash_prompt_without_system, shorten_value
 from prompts.files import SPLITS
@@ -60,7 +60,7 @@ def load_training_and_held_out(
         train = load_data(spec, columns, read_record, lines, used_columns)
     if held_out is None or _has_split_column(train):
         if not _has_split_column(train):
-            lines.extend(_notes_on_kept_held_out(train, held_out_keys))
+            lines.extend(_notes_on_kept_or_replaced_held_out(train, held_out_keys))
         train, test = split_examples(train, held_out_keys)
     if held_out is not None:
         test = load_data(held_out, columns, read_record, lines, used_columns)
@@ -147,7 +147,9 @@ def _are_half_still_present(present_keys: Collection[str], held_out_keys: Collec
     return bool(held_out_keys) and 2 * len(present_keys) >= len({*held_out_keys})
 
 
-def _notes_on_kept_held_out(examples: list[Example], held_out_keys: Collection[str]) -> list[str]:
+def _notes_on_kept_or_replaced_held_out(
+    examples: list[Example], held_out_keys: Collection[str]
+) -> list[str]:
     """
     A list with one note if a run cannot keep its held-out prompts, or if a new run would hold out
     different prompts.
@@ -185,7 +187,7 @@ def advice_on_holding_out_more(num_held_out: int, settings: dict[str, Any]) -> s
     if settings.get("eval_limit") == num_held_out:
         fix = "a higher --eval-limit"
     advice = f"hold out more with {fix}"
-    if samples_held_out_answers(settings):
+    if evaluations_sample_answers(settings):
         advice += ", or sample more answers to each problem"
     return advice
 
@@ -205,7 +207,7 @@ def warnings_of_few_held_out(
             "held-out problems are not evaluated (--eval-every 0), so the run will have no verdict"
         ]
     advice = advice_on_holding_out_more(num_held_out, settings)
-    if not samples_held_out_answers(settings):
+    if not evaluations_sample_answers(settings):
         if not 0 < num_held_out < LEAST_CONVERSATIONS:
             return []
         return [

@@ -120,7 +120,7 @@ def _read_message(label: str, message: Any) -> Message:
         )
 
     if role == "call":
-        fields = _reply_from_call_turn(label, fields)
+        fields = _move_content_to_tool_calls(label, fields)
         role = "assistant"
     media = [key for key in MEDIA if key in fields]
     if media:
@@ -194,7 +194,7 @@ def _read_content(label: str, role: str, content: Any, may_be_empty: bool) -> st
     else:
         text = "" if content is None and may_be_empty else content
     if text != "" or not may_be_empty:
-        check_text(content_label, text)
+        refuse_blank_or_broken_text(content_label, text)
     return str(text)
 
 
@@ -235,7 +235,7 @@ def _text_of_part(label: str, part: Any) -> str:
     return str(part["text"])
 
 
-def check_text(label: str, text: Any) -> None:
+def refuse_blank_or_broken_text(label: str, text: Any) -> None:
     """
     Raises ValueError if a value is not a string, is blank, or has characters that a tokenizer
     refuses. label: how the error message names the value.
@@ -261,7 +261,7 @@ def check_text(label: str, text: Any) -> None:
 # ---- calls
 
 
-def _reply_from_call_turn(label: str, fields: Message) -> Message:
+def _move_content_to_tool_calls(label: str, fields: Message) -> Message:
     """
     Converts a ShareGPT turn with the role `function_call`, whose content is tool calls in JSON, to
     a reply with `tool_calls`.
@@ -359,7 +359,7 @@ def _read_thought_by_key(label: str, fields: Message, content: str) -> dict[str,
         details = _text_of_reasoning_details(label, fields["reasoning_details"])
         thoughts = thoughts or {"reasoning": details}
     for key, thought in thoughts.items():
-        check_text(f"{key} of {label}", thought)
+        refuse_blank_or_broken_text(f"{key} of {label}", thought)
     if not thoughts:
         return {}
     if len({thought.strip() for thought in thoughts.values()}) > 1:
@@ -447,7 +447,7 @@ def check_message_order(label: str, messages: list[Message]) -> None:
         )
 
 
-def check_prompt_messages(messages: list[Message], label: str = "prompt") -> list[Message]:
+def check_reply_can_follow(messages: list[Message], label: str = "prompt") -> list[Message]:
     """
     Returns the messages unchanged if a reply can follow them.
 

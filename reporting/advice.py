@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from config import samples_held_out_answers
+from config import evaluations_sample_answers
 from prompts.held_out import LEAST_CONVERSATIONS, advice_on_holding_out_more
 from reporting import health
 from reporting.difference import BETTER, FEW, SAME, WORSE, MeanChange
@@ -289,7 +289,7 @@ def command_to_evaluate_before_and_after(
     evaluate = f"{command_prefix_with_extras(settings, 'evaluate.py')} --run {quoted_run_dir}"
     if num_samples is not None:
         evaluate += f" --samples {num_samples}"
-    if not samples_held_out_answers(settings):
+    if not evaluations_sample_answers(settings):
         return f"{evaluate} --step 0 && {evaluate}"
     before = f"{quoted_run_dir}/before.jsonl"
     after = f"{quoted_run_dir}/after.jsonl"

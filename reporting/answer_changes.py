@@ -63,10 +63,10 @@ def last_reply_or_completion(answer: dict[str, Any]) -> str:
     If the last message contains only a tool call and no text, returns the completion.
     """
     completion: str = answer["completions"][0]
-    return last_reply(answer) or completion
+    return text_of_last_model_turn(answer) or completion
 
 
-def last_reply(answer: dict[str, Any]) -> str:
+def text_of_last_model_turn(answer: dict[str, Any]) -> str:
     """
     Returns the text of the model's last message in a conversation, or else the completion.
 
@@ -93,21 +93,25 @@ def greedy_text_or_empty(answer: dict[str, Any]) -> str:
 def mean_fraction_copied_from_prompt(answers: Records) -> float:
     """Returns the fraction of an answer that is copied from its prompt, averaged over answers."""
     return statistics.fmean(
-        form.fraction_copied_from_prompt(last_reply(answer), last_user_text(answer["prompt"]))
+        form.fraction_copied_from_prompt(
+            text_of_last_model_turn(answer), last_user_text(answer["prompt"])
+        )
         for answer in answers
     )
 
 
 def mean_repeated_fraction(answers: Records) -> float:
     """Returns the fraction of an answer that repeats earlier text, averaged over answers."""
-    return statistics.fmean(form.repeated_4gram_fraction(last_reply(answer)) for answer in answers)
+    return statistics.fmean(
+        form.repeated_4gram_fraction(text_of_last_model_turn(answer)) for answer in answers
+    )
 
 
 def mean_num_words(answers: Records) -> float:
-    return statistics.fmean(len(last_reply(answer).split()) for answer in answers)
+    return statistics.fmean(len(text_of_last_model_turn(answer).split()) for answer in answers)
 
 
-def describe_copying_and_length_changes(before: Records, after: Records) -> list[str]:
+def describe_copying_repetition_and_length(before: Records, after: Records) -> list[str]:
     """Returns a line for each large change in copying, repetition or answer length."""
     if not before:
         return []
@@ -138,7 +142,7 @@ def describe_copying_and_length_changes(before: Records, after: Records) -> list
 def describe_words_used_more(
     before: Records,
     after: Records,
-    get_text: Callable[[dict[str, Any]], str] = last_reply,
+    get_text: Callable[[dict[str, Any]], str] = text_of_last_model_turn,
     answers_label: str = "answers",
 ) -> list[str]:
     """
@@ -248,7 +252,7 @@ def describe_reward(answer: dict[str, Any], evaluation: dict[str, Any]) -> str:
     return f"reward {reward:.3g}" if "eval/score" in evaluation else ""
 
 
-def describe_grade_reward_and_answer(
+def describe_grade_reward_and_right_answer(
     answer: dict[str, Any], evaluation: dict[str, Any], is_verified: bool
 ) -> str:
     """Returns an answer's grade, its reward and the right answer, if they are known."""
@@ -270,7 +274,7 @@ def describe_grade_reward_and_answer(
 # ---- signs that the model games the reward
 
 
-def problems_answered_wrong_with_highest_reward(
+def wrong_with_highest_reward_if_alarming(
     answers_by_step: dict[int, Answers],
 ) -> tuple[set[int], set[int]]:
     """
@@ -305,7 +309,7 @@ def problems_answered_wrong_with_highest_reward(
     return first, last
 
 
-def describe_score_rise_without_witness(
+def describe_score_rise_without_witness_rise(
     first_evaluation: Mapping[str, Any], last_evaluation: Mapping[str, Any]
 ) -> list[str]:
     """

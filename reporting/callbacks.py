@@ -111,7 +111,7 @@ class CallbackCaller:
                     **values,
                 )
 
-    def call_for_new_files(self) -> None:
+    def call_on_evaluate_and_on_save_if_new(self) -> None:
         """Calls `on_evaluate` for each new evaluation, and `on_save` after a new checkpoint."""
         evaluations = self.run.journal.evaluations
         new = evaluations[self.num_evaluations :]
@@ -132,7 +132,7 @@ class CallbackCaller:
             self.run.save()
         self.control.should_evaluate = False
         self.control.should_save = False
-        self.call_for_new_files()
+        self.call_on_evaluate_and_on_save_if_new()
 
 
 def train_with_callbacks(
@@ -155,7 +155,7 @@ def train_with_callbacks(
             state.log_history.append(figures)
             caller.call("on_step_end")
             caller.call("on_log", logs=figures)
-            caller.call_for_new_files()
+            caller.call_on_evaluate_and_on_save_if_new()
             caller.evaluate_and_save_if_asked()
             yield figures
             if caller.control.should_training_stop and run.step < state.max_steps:
@@ -163,5 +163,5 @@ def train_with_callbacks(
                 break
             if run.step < state.max_steps:
                 caller.call("on_step_begin")
-    caller.call_for_new_files()
+    caller.call_on_evaluate_and_on_save_if_new()
     caller.call("on_train_end")

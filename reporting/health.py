@@ -58,7 +58,7 @@ def find_symptoms(
     is_early = len(steps) < FEW
     symptoms: dict[str, str] = {}
 
-    fractions = control_token_fractions(last)
+    fractions = mean_completion_fraction_by_control_token(last)
     token = max(fractions, key=lambda name: fractions[name], default="")
     if fractions.get(token, 0.0) > MOST_CONTROL:
         symptoms["control token"] = (
@@ -201,7 +201,7 @@ def has_falling_training_loss(steps: Records) -> bool:
     return fall >= max(LEAST_FALL * statistics.fmean(third), 2 * standard_error, 1e-9)
 
 
-def control_token_fractions(records: Records) -> dict[str, float]:
+def mean_completion_fraction_by_control_token(records: Records) -> dict[str, float]:
     """Returns the mean fraction of completions that contain each control token, by token."""
     names = {key for record in records for key in record if key.startswith(CONTROL)}
     fractions = {}

@@ -78,7 +78,7 @@ class History:
         env.json has the digests of files, and the checkpoints have those of a program's functions.
         """
         digests: dict[str, str] = {}
-        for path, digest in run_files.read_file_digests(self.dir).items():
+        for path, digest in run_files.read_file_and_function_digests(self.dir).items():
             name = Path(path).name
             digests[name] = f"{digests.get(name, '')}{digest[:8]}"
         return digests

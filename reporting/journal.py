@@ -418,7 +418,7 @@ class Journal:
         """
         self.config = config
         self.dir = run_dir
-        self.clock = PhaseClock(self.show_phase)
+        self.clock = PhaseClock(self.show_and_remember_phase)
         self.metrics = open_log(run_dir, "metrics")
         self.rollouts = open_log(run_dir, "rollouts")
         self.evals = open_log(run_dir, "eval")
@@ -444,7 +444,9 @@ class Journal:
         self.verdict: verdict.Verdict | None = None  # the verdict on the run so far
 
         # the step of the best evaluation; None if no evaluation could be scored
-        self.best_step: int | None = world.compute_on_rank0(self._update_verdict_and_find_best_step)
+        self.best_step: int | None = world.compute_on_rank0(
+            self._update_verdict_warn_and_find_best_step
+        )
         # the seconds of each of the last ten steps of this process
         self.recent: deque[float] = deque(maxlen=10)
         self.live: LiveLine | None = None
@@ -472,7 +474,7 @@ class Journal:
             for tracker in self.trackers:
                 tracker.finish()
 
-    def show_phase(self, phase: str) -> None:
+    def show_and_remember_phase(self, phase: str) -> None:
         """Shows the current phase in the live line, and remembers it for error messages."""
         self.phase = phase
         if self.live:
@@ -512,7 +514,7 @@ class Journal:
 
         self.metrics.write(figures)
         self.steps.append(figures)
-        self._write_changes_once()
+        self._record_and_warn_of_resume_changes_once()
         for completion in completion_records(number, samples):
             self.rollouts.write(completion)
         for tracker in self.trackers:
@@ -569,8 +571,8 @@ class Journal:
         record = {"step": step} | record | cumulative_costs(self.steps)
         self.evals.write(record)
         self.evaluations.append(record)
-        self._write_changes_once()
-        self.best_step = world.compute_on_rank0(self._update_verdict_and_find_best_step)
+        self._record_and_warn_of_resume_changes_once()
+        self.best_step = world.compute_on_rank0(self._update_verdict_warn_and_find_best_step)
         for tracker in self.trackers:
             tracker.send_metrics(record)
         self.record_and_print_new_warnings(step)
@@ -613,7 +615,7 @@ class Journal:
             self.has_told_of_busy_cpu = True
             print_line_to_stderr(f"slow after step {step}: {shortage}.")
 
-    def _write_changes_once(self) -> None:
+    def _record_and_warn_of_resume_changes_once(self) -> None:
         """Writes what was changed on a resume, and warns of it, because the run has now begun."""
         if self.has_written_changes:
             return
@@ -623,7 +625,7 @@ class Journal:
         for change in run_changes.changes_that_affect_evaluations(self.changes):
             self.warn_once(change["step"], warning_of_measure_change(change))
 
-    def _update_verdict_and_find_best_step(self) -> int | None:
+    def _update_verdict_warn_and_find_best_step(self) -> int | None:
         """Updates the verdict, prints its warning, and returns the step of the best evaluation."""
         run = History(
             self.dir,

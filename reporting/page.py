@@ -33,7 +33,7 @@ from reporting import charts, history, paired, seeds
 from reporting.answer_changes import (
     CHEATED,
     describe_reward,
-    problems_answered_wrong_with_highest_reward,
+    wrong_with_highest_reward_if_alarming,
 )
 from reporting.difference import BETTER, WORSE
 from reporting.history import (
@@ -105,7 +105,7 @@ def answer_row_by_problem(
         records = [answers[problem] for answers in evaluations]
         rows[problem] = make_answer_row(records, last, is_verified)
     if is_verified:
-        _, cheats = problems_answered_wrong_with_highest_reward(run.answers_by_step)
+        _, cheats = wrong_with_highest_reward_if_alarming(run.answers_by_step)
         for problem in cheats & rows.keys():
             rows[problem]["kind"] = CHEATED
     return rows

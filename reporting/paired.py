@@ -47,10 +47,10 @@ def describe_paired_difference(first: SeedGroup, other: SeedGroup) -> str:
     held-out answers, as in supervised fine-tuning.
     """
     figure = first.figure_name
-    if figure not in MEASURES or not any(map(newest_answers, first.runs)):
+    if figure not in MEASURES or not any(map(newest_held_out_answers, first.runs)):
         return ""
     title = f"{escape_invisible(other.name)} - {escape_invisible(first.name)}, by problem"
-    differing = differing_measure_settings(first.runs[0], other.runs[0], figure)
+    differing = differing_measure_flags_and_files(first.runs[0], other.runs[0], figure)
     if figure != other.figure_name:
         differing = [f"one measures the {figure} and the other the {other.figure_name}"]
     if differing:
@@ -92,7 +92,7 @@ def pair_runs(first: SeedGroup, other: SeedGroup) -> list[tuple[History, History
     return pairs
 
 
-def newest_answers(run: History) -> Answers:
+def newest_held_out_answers(run: History) -> Answers:
     """Returns the held-out answers of the newest evaluation that can be compared."""
     by_step = run.with_comparable_evals.answers_by_step
     return by_step[max(by_step)] if by_step else {}
@@ -121,12 +121,12 @@ def value_by_number_and_prompt(
 
     The prompt is part of the key because two runs may have different data.
     """
-    answers = newest_answers(run)
+    answers = newest_held_out_answers(run)
     values = value_by_problem(answers)
     return {f"{problem} {answers[problem]['prompt']}": value for problem, value in values.items()}
 
 
-def differing_measure_settings(first: History, other: History, figure: str) -> list[str]:
+def differing_measure_flags_and_files(first: History, other: History, figure: str) -> list[str]:
     """Returns the flags and the files that make two runs measure different things."""
     names = MEASURES[figure]
     differing = []

@@ -42,7 +42,7 @@ def fit_table(rows: Rows, width: int | None) -> str:
     return "\n\n".join(blocks)
 
 
-def fit_comparison(rows: Rows, width: int | None) -> str:
+def fit_or_transpose_comparison(rows: Rows, width: int | None) -> str:
     """
     Formats a comparison with a column per run, at most `width` characters wide.
 

@@ -23,7 +23,7 @@ IDS_FILE = "trackers.json"
 KEY_PAGES = {"wandb": "https://wandb.ai/authorize", "swanlab": "https://swanlab.cn"}
 
 
-def check_trackers(names: Iterable[str]) -> None:
+def check_tracker_packages_and_keys(names: Iterable[str]) -> None:
     """
     Raises ValueError if a tracker is not installed, or if it would find no valid API key.
 

@@ -21,15 +21,15 @@ from prompts.held_out import warnings_of_few_held_out
 from reporting import advice, health
 from reporting.answer_changes import (
     CHEATED,
-    describe_copying_and_length_changes,
-    describe_grade_reward_and_answer,
+    describe_copying_repetition_and_length,
+    describe_grade_reward_and_right_answer,
     describe_right_answers_never_given,
-    describe_score_rise_without_witness,
+    describe_score_rise_without_witness_rise,
     describe_words_used_more,
     greedy_text_or_empty,
     last_reply_or_completion,
-    problems_answered_wrong_with_highest_reward,
     shorten_to_one_line,
+    wrong_with_highest_reward_if_alarming,
 )
 from reporting.difference import (
     BETTER,
@@ -112,7 +112,7 @@ def reach_verdict(run: History) -> Verdict | None:
             first_sample_reward_by_problem(first_answers),
             first_sample_reward_by_problem(last_answers),
         )
-    lone_reward_change = outcome_of_reward_alone(
+    lone_reward_change = reward_outcome_if_figure_unchanged(
         change, total_change, component_changes, is_verified
     )
     signs = find_answer_changes(run, before, after, component_changes)
@@ -193,7 +193,7 @@ def find_answer_changes(
     A change in length, copying or repetition is an alarm if a judge gives the score, because such a
     change can deceive a judge but not a verifier.
     """
-    form_signs = describe_copying_and_length_changes(answers_before, answers_after)
+    form_signs = describe_copying_repetition_and_length(answers_before, answers_after)
     word_signs = describe_risen_words(run.settings, answers_before, answers_after)
     if advice.is_supervised(run.settings):  # no reward was trained, so none can have been gamed
         changes = form_signs + word_signs
@@ -202,8 +202,8 @@ def find_answer_changes(
         return AnswerChanges([], changes, False)
 
     if run.figure_name == "score":
-        alarms = describe_score_rise_without_witness(run.evals[0], run.evals[-1])
-        if not exact_metric_improved(run.settings, component_changes):
+        alarms = describe_score_rise_without_witness_rise(run.evals[0], run.evals[-1])
+        if not has_built_in_exact_reward_risen(run.settings, component_changes):
             alarms += form_signs
             return AnswerChanges(alarms, word_signs, bool(alarms) or bool(word_signs))
         return AnswerChanges(alarms, form_signs + word_signs, bool(alarms))
@@ -225,7 +225,7 @@ def pick_random_last_answers(run: History, problems: list[int]) -> list[Randomly
     drawn = []
     for problem in sample_problems_to_show(problems, run.settings):
         answer = answers[problem]
-        facts = describe_grade_reward_and_answer(answer, last, run.figure_name == "accuracy")
+        facts = describe_grade_reward_and_right_answer(answer, last, run.figure_name == "accuracy")
         drawn.append(
             RandomlyDrawnAnswer(
                 last_user_text(answer["prompt"]), last_reply_or_completion(answer), facts
@@ -258,7 +258,7 @@ def only_reward_changed(figure_change: MeanChange, reward_change: MeanChange | N
     return reward_change.outcome in (BETTER, WORSE)
 
 
-def outcome_of_reward_alone(
+def reward_outcome_if_figure_unchanged(
     change: MeanChange | None,
     total_change: MeanChange | None,
     component_changes: dict[str, MeanChange],
@@ -279,7 +279,7 @@ def outcome_of_reward_alone(
     return ""
 
 
-def exact_metric_improved(
+def has_built_in_exact_reward_risen(
     settings: dict[str, Any], component_changes: dict[str, MeanChange]
 ) -> bool:
     """
@@ -295,7 +295,7 @@ def exact_metric_improved(
 
 def describe_rewarded_mistakes(run: History) -> list[str]:
     """Returns a line if alarmingly many wrong answers get the highest reward of the run."""
-    first, last = problems_answered_wrong_with_highest_reward(run.answers_by_step)
+    first, last = wrong_with_highest_reward_if_alarming(run.answers_by_step)
     if not last:
         return []
     return [f"{CHEATED}: {len(first)} -> {len(last)} answers"]

@@ -414,7 +414,7 @@ def audit_table_lines(audit: AuditResult) -> Iterator[str]:
         yield f"  {MEND}"
 
 
-def audit_user_rewards(task: Any, gate: str = "off") -> Iterator[str]:
+def audit_user_rewards_and_verifier(task: Any, gate: str = "off") -> Iterator[str]:
     """
     Yields a line for each reward that the user wrote, and a line if the verifier pays a cheat.
 

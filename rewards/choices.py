@@ -219,7 +219,7 @@ def read_choice_in_sentence(
             return choices.lowercase_and_collapse_spaces(match[0])
         if not _can_introduce_choice(before, choices, may_be_weak=may_be_weak):
             continue
-        if not _CLAUSE_END.match(after) and not _is_choice_with_noun(before, after):
+        if not _CLAUSE_END.match(after) and not _is_only_choice_then_noun(before, after):
             continue
         if _leaves_choice_open(after, match[0], choices):
             return None
@@ -279,7 +279,7 @@ def _has_word_character(text: str) -> bool:
     return bool(re.search(r"\w", text))
 
 
-def _is_choice_with_noun(before: str, after: str) -> bool:
+def _is_only_choice_then_noun(before: str, after: str) -> bool:
     """Whether a sentence is only a choice and a noun after it, as in "Positive sentiment"."""
     if _has_word_character(before):
         return False

@@ -106,7 +106,7 @@ class ServedEpisode:
 
 class ServedEpisodes:
     """
-    The episodes of a rollout. Implements `layers.turns.Conversation` for the rows of each wave.
+    The episodes of a rollout. Implements `layers.turns.RowEpisodes` for the rows of each wave.
 
     A wave consists of the episodes whose first requests arrived at about the same time. They are
     decoded together. Row r of a wave is the episode `wave[r]`.

@@ -223,7 +223,7 @@ def make_task(
     is_own = data.task == own.TASK.name
     source = data.path or held_out
 
-    task = _with_chosen_rubric(task, config)
+    task = _with_rubric_replaced_or_dropped(task, config)
     if data.reward:
         task = _with_user_rewards_instead(task, config)
     task = _with_tools_and_environments(task, config)
@@ -265,7 +265,7 @@ def make_task(
     return task._replace(notes=notes)
 
 
-def _with_chosen_rubric(task: Task, config: Config) -> Task:
+def _with_rubric_replaced_or_dropped(task: Task, config: Config) -> Task:
     """
     The task with the rubric that --rubric names, if any.
 

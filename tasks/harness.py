@@ -12,7 +12,7 @@ from typing import Any
 
 from prompts.data import check_system_and_category
 from prompts.examples import Example, shorten_value
-from prompts.messages import check_message_order, check_text, read_messages
+from prompts.messages import check_message_order, read_messages, refuse_blank_or_broken_text
 from rewards.rewards import UserReward
 from serving.harness import POLL_SECONDS, REWARD_NAME, Harness, HarnessEnded, get_or_start_harness
 from tasks.task import Task
@@ -97,12 +97,12 @@ def read_columns(row: Any) -> Example:
         prompt = read_messages("prompt", prompt)
         check_message_order("prompt", prompt)
     else:
-        check_text("prompt", prompt)
+        refuse_blank_or_broken_text("prompt", prompt)
     example: Example = {"prompt": prompt}
     for name in COLUMNS:
         example[name] = row.get(name)
     if example["name"] is not None:
-        check_text("name", example["name"])
+        refuse_blank_or_broken_text("name", example["name"])
     check_system_and_category(example, prompt)
     try:
         json.dumps(example["answer"], allow_nan=False)

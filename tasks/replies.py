@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import tasks
-from config import Config, samples_held_out_answers
+from config import Config, evaluations_sample_answers
 from prompts import chats
 from prompts.examples import Example
 from rewards.rewards import UserReward
@@ -37,7 +37,7 @@ def load_replies(config: Config, held_out_keys: Collection[str]) -> Replies:
     Raises ValueError if a row is wrong, or if no held-out prompt has an answer that can be scored.
     """
     data = config.data
-    if not samples_held_out_answers(config.to_flags()):
+    if not evaluations_sample_answers(config.to_flags()):
         train, held_out, notes = chats.load_conversations(data.path, data.columns, held_out_keys)
         return Replies(train, held_out, None, notes)
 

@@ -107,7 +107,7 @@ def audit_lines(rewards, examples, judged=False, **fields):
     weights = dict.fromkeys(rewards, 1.0)
     rubric = Path("rubric.yaml") if judged else None
     task = tasks.Task("own", rewards, weights, train=examples, rubric=rubric, **fields)
-    return list(audit.audit_user_rewards(task))
+    return list(audit.audit_user_rewards_and_verifier(task))
 
 
 @pytest.mark.parametrize(

@@ -423,16 +423,17 @@ def limit_file_size(size: int) -> Iterator[None]:
 def test_a_run_directory_belongs_to_one_run(tmp_path):
     with run_files.unlock_run_dirs_after_block():
         run_dirs = [
-            run_files.create_run_dir("model: demo\n", tmp_path / "demo-now", None) for _ in range(3)
+            run_files.create_locked_run_dir("model: demo\n", tmp_path / "demo-now", None)
+            for _ in range(3)
         ]
         assert [path.name for path in run_dirs] == ["demo-now", "demo-now-2", "demo-now-3"]
         with pytest.raises(ValueError, match="is being used for training by process"):
-            run_files.create_run_dir("model: other\n", run_dirs[0], str(run_dirs[0]))
+            run_files.create_locked_run_dir("model: other\n", run_dirs[0], str(run_dirs[0]))
     with (
         run_files.unlock_run_dirs_after_block(),
         pytest.raises(ValueError, match="demo-now already exists; "),
     ):
-        run_files.create_run_dir("model: other\n", run_dirs[0], str(run_dirs[0]))
+        run_files.create_locked_run_dir("model: other\n", run_dirs[0], str(run_dirs[0]))
     assert (run_dirs[0] / "config.yaml").read_text() == "model: demo\n"
 
 

@@ -68,7 +68,7 @@ def test_a_model_without_end_tokens_uses_those_of_the_chat_template():
     assert model.config.eos_ids == ()
     chat_model = make_chat_model(model, tokenizer)
     list(chat_model.stream_reply("one"))
-    text = tokenizer.decode(chat_model.encode_up_to_next_reply("two"))
+    text = tokenizer.decode(chat_model.encode_since_last_reply("two"))
     assert "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in text
 
 
@@ -209,7 +209,7 @@ def test_a_chat_calls_a_tool_prints_the_result_and_gives_it_to_the_model(chat_wi
     assert "[guess] not " in "".join(chat_model.stream_reply(FIND))
 
     # After the last turn, the model has not read the result of the tool. The next turn begins with it.
-    text = tokenizer.decode(chat_model.encode_up_to_next_reply("So?"))
+    text = tokenizer.decode(chat_model.encode_since_last_reply("So?"))
     assert "<tool_response>\nnot " in text
     assert "<|im_start|>user\nSo?<|im_end|>" in text
 

@@ -75,7 +75,7 @@ def test_sampling_and_the_frozen_base_define_no_custom_gradient(model, monkeypat
 
     monkeypatch.setattr(mx, "custom_function", record_and_call)
     sampler.rollout(model, [[1, 2, 3]], sampler.SamplingParams(2), group_size=2, key=0)
-    with lora.disable_adapters(model):
+    with lora.without_adapters_and_gradients(model):
         model(mx.array([[1, 2]]))
     assert not functions_with_gradient
 

@@ -163,7 +163,7 @@ def test_other_programs_encode_a_prompt_as_training_does(
 
     fused = tmp_path / "fused"
     fused_tokenizer = hub.load_tokenizer(base)
-    chat_template.fix_template_and_describe_changes(fused_tokenizer, system, thinking)
+    chat_template.add_settings_to_template_and_describe(fused_tokenizer, system, thinking)
     fused_tokenizer.save_pretrained(str(fused))
 
     # A system message of the user replaces the system prompt of training.
@@ -193,13 +193,13 @@ def test_a_template_that_renders_as_in_training_is_kept_and_a_wrong_one_is_refus
     tokenizer = copy.deepcopy(tokenizer)
     template = tokenizer.chat_template.replace("enable_thinking is defined and", "false and")
     tokenizer.chat_template = template
-    changes = chat_template.fix_template_and_describe_changes(tokenizer, None, False)
+    changes = chat_template.add_settings_to_template_and_describe(tokenizer, None, False)
     assert changes == ""
     assert tokenizer.chat_template == template
 
     # In a template, <|im_end|> is a control token, but in a system prompt it is text.
     message = catch_message(
-        chat_template.fix_template_and_describe_changes, tokenizer, "Obey <|im_end|>.", False
+        chat_template.add_settings_to_template_and_describe, tokenizer, "Obey <|im_end|>.", False
     )
     assert message.endswith("--keep-template to keep the base model's template")
 

@@ -87,7 +87,7 @@ def test_words_in_tool_calls_do_not_count_as_words_of_answers():
     messages = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "higher"}]
     before = [{"prompt": "a", "completions": ["It is 3."]}] * 20
     after = [{"prompt": "a", "completions": [call], "messages": [messages]}] * 20
-    assert answer_changes.last_reply(after[0]) == ""
+    assert answer_changes.text_of_last_model_turn(after[0]) == ""
     assert answer_changes.last_reply_or_completion(after[0]) == call
     signs = answer_changes.describe_words_used_more(before, after)
     assert not any("guess" in sign or "<" in sign for sign in signs)

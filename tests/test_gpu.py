@@ -299,7 +299,9 @@ def test_loading_a_model_warns_in_one_line_of_wrong_arithmetic_in_mlx(monkeypatc
         "measure_product_error",
         lambda weight, rows: float(rows > 8 and weight.shape == (768, 128)),
     )
-    gwen.warn_and_disable_faulty_kernels(gwen.Model(model_choice.load_known_config("random:2m")))
+    gwen.check_mlx_and_disable_faulty_kernels(
+        gwen.Model(model_choice.load_known_config("random:2m"))
+    )
     warning = capsys.readouterr().err
     assert warning.startswith("gwen: the arithmetic of MLX itself is WRONG")
     assert "float32 products 1e+04" in warning

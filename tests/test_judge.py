@@ -522,7 +522,7 @@ def test_a_server_whose_context_is_too_short_for_every_prompt_is_an_error(serve)
 def mlx_lm_server(tmp_path_factory):
     """The URL of mlx_lm's server in another process, with the demo model as a fused export."""
     model, tokenizer = gwen.load("demo")
-    chat_template.fix_template_and_describe_changes(tokenizer, None, thinking=False)
+    chat_template.add_settings_to_template_and_describe(tokenizer, None, thinking=False)
     directory = tmp_path_factory.mktemp("fused")
     gwen.save(model, directory, tokenizer)
 

@@ -428,7 +428,7 @@ def test_the_refusal_of_a_message_part_that_is_not_text_names_its_type(part_type
 
 
 @pytest.mark.parametrize(
-    ("last_reply", "answer"),
+    ("text_of_last_model_turn", "answer"),
     [
         (reply("<think>\nx\n</think>\n\n4"), "4"),
         (reply("4", reasoning_content="x"), "4"),
@@ -438,10 +438,10 @@ def test_the_refusal_of_a_message_part_that_is_not_text_names_its_type(part_type
     ],
 )
 def test_the_text_of_the_last_reply_is_the_answer_but_a_thought_or_a_call_is_not(
-    last_reply, answer, tmp_path
+    text_of_last_model_turn, answer, tmp_path
 ):
     notes: list[str] = []
-    path = write_log(tmp_path / "a.jsonl", [{"messages": [USER, last_reply]}])
+    path = write_log(tmp_path / "a.jsonl", [{"messages": [USER, text_of_last_model_turn]}])
     (example,) = data.load_data(path, notes=notes)
     assert example["answer"] == answer
     assert ("no answer" in "".join(notes)) == (answer is None)

@@ -128,7 +128,7 @@ def test_llama_cpp_computes_and_tokenizes_with_a_file_as_gwen_does(
     split,
 ):
     tokenizer = tokenizer_like(split)
-    chat_template.fix_template_and_describe_changes(tokenizer, SYSTEM, False)
+    chat_template.add_settings_to_template_and_describe(tokenizer, SYSTEM, False)
     ids = [3 + position * 37 % 290 for position in range(150)]
     texts = [*make_odd_texts(), "<think> one"]
     if split == "qwen2":  # llama.cpp does not compose characters as Qwen's tokenizer does
@@ -177,7 +177,7 @@ def test_llama_cpp_computes_with_a_quantized_file_as_gwen_does(write, bits, size
 def test_llama_cpp_and_gwen_give_smollm2_the_same_ids_for_every_kind_of_text(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tokenizer = hub.load_tokenizer(hub.find_model_directory("smollm2"))
-    with start_server(hub.find_smollm2_file()) as request:
+    with start_server(hub.find_smollm2_gguf_file()) as request:
         for text in make_odd_texts():
             ids = tokenizer.encode(text, add_special_tokens=False)
             assert ids == request("tokenize", content=text)["tokens"], repr(text)

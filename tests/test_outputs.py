@@ -44,7 +44,11 @@ def no_work(golden, monkeypatch):
     def work(*_, **__):
         pytest.fail("the work has begun")
 
-    for name in ("write_merged_model", "write_peft_adapter", "write_gguf_and_modelfile"):
+    for name in (
+        "write_merged_model_and_return_summary",
+        "write_peft_adapter_and_return_summary",
+        "write_gguf_modelfile_and_return_summary",
+    ):
         monkeypatch.setattr(export, name, work)
     monkeypatch.setattr(evaluate, "evaluate_task", work)
     monkeypatch.setattr(report.page, "write_page", work)

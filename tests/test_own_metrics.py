@@ -176,7 +176,7 @@ def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_mo
 
     def find_cheats(*weights):
         before = {n: make_answer(n / 10 // 0.7, n % 2, weights) for n in range(10)}
-        return answer_changes.problems_answered_wrong_with_highest_reward(
+        return answer_changes.wrong_with_highest_reward_if_alarming(
             {0: before, 9: {n: make_answer(n / 10 // 0.4, 1.0, weights) for n in range(10)}}
         )
 
@@ -185,7 +185,7 @@ def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_mo
     rows = {n: make_answer(0, 1.0, (0.0, 1.0)) for n in range(4)} | {
         n: make_answer(0, 0.0, (0.0, 1.0)) for n in range(4, 10)
     }
-    assert answer_changes.problems_answered_wrong_with_highest_reward({0: rows, 9: rows}) == (
+    assert answer_changes.wrong_with_highest_reward_if_alarming({0: rows, 9: rows}) == (
         set(),
         set(),
     ), "training has not made it so"

@@ -96,7 +96,7 @@ def test_on_a_gpu_a_judge_s_layers_stay_packed_where_parts_of_a_projection_are_a
 ):
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     monkeypatch.setattr(
-        gwen, "warn_and_disable_faulty_kernels", lambda _: None
+        gwen, "check_mlx_and_disable_faulty_kernels", lambda _: None
     )  # which would be off from here on, in every test
     monkeypatch.setattr(hub, "load_tokenizer", lambda _: tokenizer)
     for directory, num in (

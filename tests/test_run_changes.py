@@ -72,7 +72,7 @@ def test_reports_settings_and_warnings_name_the_change_of_a_resume(home_of_chang
 
 def record_changes(run_dir, *arguments):
     """Finds the changes of a resume, and writes them as a run does that has begun. Returns them."""
-    changes = run_changes.find_changes(run_dir, *arguments)
+    changes = run_changes.find_earlier_and_new_changes(run_dir, *arguments)
     run_changes.write_changes(run_dir, changes)
     return changes
 

@@ -51,7 +51,7 @@ def test_fewer_rows_and_fewer_layers_need_less_estimated_time_on_a_chip(tmp_path
     steps = run_of_all.steps
     steps_of_fewer_rows = [step | {"update/rows": 8} for step in steps]
 
-    estimate_seconds = sooner.estimate_reference_seconds_by_chip
+    estimate_seconds = sooner.estimate_scaled_up_seconds_by_chip
     all_layers = estimate_seconds(run_of_all, steps)
     half_layers = estimate_seconds(run_of_half, steps)
     quarter_rows = estimate_seconds(run_of_all, steps_of_fewer_rows)

@@ -9,7 +9,7 @@ from _pytest.capture import CaptureIO
 from conftest import write_log
 
 import report
-from reporting.terminal_table import fit_comparison, fit_table, format_table
+from reporting.terminal_table import fit_or_transpose_comparison, fit_table, format_table
 
 RUN_NAMES = [f"a-sweep-over-rates-{number}" for number in range(12)]
 
@@ -110,7 +110,7 @@ def test_a_fitted_table_is_not_wider_than_the_width_and_loses_no_word():
     rng = random.Random(0)
     for _ in range(200):
         rows = draw_table(rng)
-        for fit in (fit_table, fit_comparison):
+        for fit in (fit_table, fit_or_transpose_comparison):
             width = rng.randint(30, 120)
             text = fit(rows, width)
             assert max(map(len, text.split("\n"))) <= width

@@ -111,7 +111,7 @@ def test_a_missing_or_malformed_key_is_refused_before_the_start_and_offline_need
 
     wandb.setup().settings.mode = "offline"
     swanlab.Settings().mode = "offline"
-    trackers.check_trackers(["wandb", "swanlab"])
+    trackers.check_tracker_packages_and_keys(["wandb", "swanlab"])
 
 
 @pytest.mark.slow

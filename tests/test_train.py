@@ -464,14 +464,14 @@ def test_a_resumed_run_saves_a_best_step_that_was_recorded_but_not_saved(tmp_pat
 
     resumed = make_run(tmp_path)
     resumed.restore_checkpoint_state(checkpoint.load(tmp_path))
-    assert resumed.evaluate_if_due_and_check_for_best()
+    assert resumed.evaluate_if_due_and_tell_if_best()
     resumed.save()
     assert (tmp_path / "adapter-best").is_dir()
-    assert not resumed.evaluate_if_due_and_check_for_best()
+    assert not resumed.evaluate_if_due_and_tell_if_best()
 
     resumed_again = make_run(tmp_path)
     resumed_again.restore_checkpoint_state(checkpoint.load(tmp_path))
-    assert not resumed_again.evaluate_if_due_and_check_for_best()
+    assert not resumed_again.evaluate_if_due_and_tell_if_best()
 
 
 def test_a_restored_run_has_the_whole_saved_state(tmp_path):

@@ -18,7 +18,13 @@ from mlx.utils import tree_flatten
 
 import gwen
 from disk import hub
-from kv_cache import AttentionMasks, KVCache, QueryRowsPerCacheRow, SlotCache, make_part_readers
+from kv_cache import (
+    AttentionMasks,
+    KVCache,
+    QueryRowsReadingCachePart,
+    SlotCache,
+    make_part_readers,
+)
 from layers import attention, lm_head, ops, softmax
 from machine import gpu
 from machine import kernels as machinery
@@ -320,7 +326,7 @@ def test_slot_attention_equals_its_formula(form, ratio, kv_heads, size, prompt_o
             make_part_readers(
                 prompt_of, prompts, mx.array(mask)[:, None, None] if masked else None
             ),
-            QueryRowsPerCacheRow(mask=mx.array(own_mask)[:, None, None] if masked else None),
+            QueryRowsReadingCachePart(mask=mx.array(own_mask)[:, None, None] if masked else None),
         ]
     )
     exact = [wide(x) for x in (queries, *held, *own)]
@@ -389,7 +395,9 @@ def test_row_slopes_are_log_probabilities_entropies_and_the_gradient_by_the_logi
 ):
     logits, ids = rows_of_logits(size, dtype), np.full(4, size // 2)
     for rows in (slice(0, 4), slice(0, 1)):
-        logprobs, entropies, slopes = softmax.row_slopes(logits[rows], mx.array(ids[rows]), 0.7)
+        logprobs, entropies, slopes = softmax.row_logprobs_and_gradients(
+            logits[rows], mx.array(ids[rows]), 0.7
+        )
         found = softmax.row_logprobs(logits[rows], mx.array(ids[rows]), 0.7)
         assert mx.array_equal(logprobs, found[0]) and mx.array_equal(entropies, found[1])
         expected = -np.exp(wide(logits[rows]) / 0.7 - logsumexp(wide(logits[rows]) / 0.7))
@@ -406,10 +414,14 @@ def test_row_slopes_keep_what_float16_would_lose(kernels):
     """A vocabulary of Qwen's size whose tail has half of the mass: each of its tokens less than float16 can hold."""
     logits = np.full((1, 151_936), -np.log(2 * 151_935))
     logits[0, 0] = -np.log(2)
-    *_, slopes = softmax.row_slopes(mx.array(logits).astype(mx.float16), mx.array([0]))
+    *_, slopes = softmax.row_logprobs_and_gradients(
+        mx.array(logits).astype(mx.float16), mx.array([0])
+    )
     assert -wide(slopes)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(0.5, rel=0.01)
     logits[0, 1:] -= 6  # 8e-9 each
-    *_, slopes = softmax.row_slopes(mx.array(logits).astype(mx.float16), mx.array([0]))
+    *_, slopes = softmax.row_logprobs_and_gradients(
+        mx.array(logits).astype(mx.float16), mx.array([0])
+    )
     probs = np.exp(wide(mx.array(logits).astype(mx.float16)))
     tail = probs[0, 1:].sum() / probs.sum()
     assert -wide(slopes)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(tail, rel=0.01)
@@ -532,7 +544,7 @@ def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient
     if head:
         arrays = [hidden] if head == "frozen" else [hidden, frozen]
         assert_gradient(lambda *x: function(*x)[:1], lambda *x: formula(*x)[:1], arrays, 2 * slack)
-    assert kernels == {"row_slopes" if head else "row_logprobs"}
+    assert kernels == {"row_logprobs_and_gradients" if head else "row_logprobs"}
 
 
 UPDATES = [
@@ -559,7 +571,7 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(
     theirs, other = small_run.record_gradient(run, batches)
     monkeypatch.delenv("GWEN_KERNELS")
     ours, mine = small_run.record_gradient(run, batches)
-    assert ("row_slopes" in kernels) == ("--top-k" not in flags)
+    assert ("row_logprobs_and_gradients" in kernels) == ("--top-k" not in flags)
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-4, abs=1e-6)
     for name in ("kl", "clip_frac", "entropy"):
         if theirs.means[name] is None:  # not measured, as the KL where there is no reference

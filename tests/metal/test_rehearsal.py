@@ -56,7 +56,7 @@ def test_a_kernel_is_judged_by_float32_at_weights_as_large_as_real_ones(
         assert wrong_body != body
         monkeypatch.setattr(ops.NORM_ROPE, "header_and_body", (header, wrong_body))
         monkeypatch.setattr(ops.NORM_ROPE, "_compiled", {})
-    gwen.warn_and_disable_faulty_kernels(model)
+    gwen.check_mlx_and_disable_faulty_kernels(model)
     printed = capsys.readouterr().err
     if right:
         assert not printed

@@ -1,4 +1,4 @@
-kernel void row_slopes() {
+kernel void row_logprobs_and_gradients() {
     #include "row.metal"
     uint id = ids[row];
     for (uint at = thread_index_in_threadgroup; at < V; at += 512) {

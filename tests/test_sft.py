@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loss, the ids of conversations, the run; and runs that begin with an adapter."""
+"""Supervised fine-tuning: loss, ids of conversations, runs; and runs with an initial adapter."""
 
 import copy
 import json
@@ -37,8 +37,8 @@ TALK = [
     {"role": "user", "content": "And two and two?"},
     {"role": "assistant", "content": "Four."},
 ]
-# Qwen3's rule: only a reply after the last question keeps its thought, be it empty
-REWRITING = (
+# Qwen3's rule: only a reply after the last question keeps its thought, even an empty one
+REWRITING_TEMPLATE = (
     "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
     "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
@@ -50,8 +50,9 @@ REWRITING = (
 
 
 def random_rows(vocab, num=6):
-    """Rows of random ids and lengths, whose trained tokens lie in two runs."""
-    rng, rows = np.random.default_rng(3), []
+    """Rows of random ids and lengths, each with two spans of trained tokens."""
+    rng = np.random.default_rng(3)
+    rows = []
     for _ in range(num):
         length = int(rng.integers(8, 20))
         begin, end = sorted(int(x) for x in rng.choice(np.arange(1, length - 3), 2, replace=False))
@@ -60,15 +61,15 @@ def random_rows(vocab, num=6):
     return rows
 
 
-def batches_of(rows, token_budget):
+def make_row_batches(rows, token_budget):
     return make_batches([sample_from_conversation(*row) for row in rows], token_budget)
 
 
-def count(rows):
+def count_trained_tokens(rows):
     return sum(len(row.places) for row in rows)
 
 
-def render(tokenizer, record, thinking=False, context=1000):
+def encode_record(tokenizer, record, thinking=False, context=1000):
     end_ids = {tokenizer.eos_token_id}
     return chats.encode_conversation(
         tokenizer,
@@ -79,64 +80,60 @@ def render(tokenizer, record, thinking=False, context=1000):
     )
 
 
-def trained(tokenizer, row):
-    """The texts of the runs of trained tokens."""
-    runs = np.split(np.array(row.places), np.flatnonzero(np.diff(row.places) > 1) + 1)
-    return [tokenizer.decode([row.ids[place] for place in run]) for run in runs]
+def decode_trained_spans(tokenizer, row):
+    """The texts of the spans of trained tokens."""
+    spans = np.split(np.array(row.places), np.flatnonzero(np.diff(row.places) > 1) + 1)
+    ids = np.array(row.ids)
+    return [tokenizer.decode(ids[span].tolist()) for span in spans]
 
 
 # ---- conversations
 
 
-def test_a_reply_is_trained_up_to_its_end_token_after_the_ids_that_it_would_be_sampled_after(
-    tokenizer,
-):
-    (row,) = render(tokenizer, {"prompt": "What is one and two?", "completion": "It is three."})
+def test_a_reply_is_trained_up_to_the_end_token_after_the_ids_of_the_sampled_prompt(tokenizer):
+    record = {"prompt": "What is one and two?", "completion": "It is three."}
+    (row,) = encode_record(tokenizer, record)
     prompt = chat_template.encode_chat(tokenizer, "What is one and two?")
-    assert row.ids[: row.places[0]] == prompt and row.places == list(
-        range(len(prompt), len(row.ids))
-    )
-    assert trained(tokenizer, row) == ["It is three.<|im_end|>"]
+    assert row.ids[: row.places[0]] == prompt
+    assert row.places == list(range(len(prompt), len(row.ids)))
+    assert decode_trained_spans(tokenizer, row) == ["It is three.<|im_end|>"]
 
 
-def test_messages_and_prompt_with_completion_say_the_same(tokenizer):
-    (of_strings,) = render(
-        tokenizer, {"prompt": TALK[0]["content"], "completion": TALK[1]["content"]}
-    )
-    assert render(tokenizer, {"messages": TALK[:2]}) == [of_strings]
-    assert render(tokenizer, {"prompt": TALK[:1], "completion": TALK[1:2]}) == [of_strings]
-    assert render(tokenizer, {"messages": TALK[:3]}) == [
-        of_strings
-    ]  # nobody answered the last question
+def test_messages_and_prompt_with_completion_give_the_same_row(tokenizer):
+    text_record = {"prompt": TALK[0]["content"], "completion": TALK[1]["content"]}
+    (row,) = encode_record(tokenizer, text_record)
+    assert encode_record(tokenizer, {"messages": TALK[:2]}) == [row]
+    assert encode_record(tokenizer, {"prompt": TALK[:1], "completion": TALK[1:2]}) == [row]
+
+    # the last message is a question without an answer
+    assert encode_record(tokenizer, {"messages": TALK[:3]}) == [row]
 
 
-def test_all_replies_of_a_completion_are_trained_and_none_of_a_prompt(tokenizer):
-    (row,) = render(tokenizer, {"messages": TALK}, thinking=True)
-    assert trained(tokenizer, row) == ["It is three.<|im_end|>", "Four.<|im_end|>"]
-    text = chat_template.render_chat(
-        tokenizer, TALK, True, add_generation_prompt=False
-    ).removesuffix("\n")
-    assert row.ids == tokenizer.encode(text, add_special_tokens=False)
-    (last,) = render(tokenizer, {"prompt": TALK[:3], "completion": TALK[3:]}, thinking=True)
-    assert last.ids == row.ids and trained(tokenizer, last) == ["Four.<|im_end|>"]
+def test_all_replies_of_a_completion_are_trained_and_no_replies_of_a_prompt(tokenizer):
+    (row,) = encode_record(tokenizer, {"messages": TALK}, thinking=True)
+    spans = decode_trained_spans(tokenizer, row)
+    assert spans == ["It is three.<|im_end|>", "Four.<|im_end|>"]
+    text = chat_template.render_chat(tokenizer, TALK, True, add_generation_prompt=False)
+    assert row.ids == tokenizer.encode(text.removesuffix("\n"), add_special_tokens=False)
+
+    record = {"prompt": TALK[:3], "completion": TALK[3:]}
+    (last_row,) = encode_record(tokenizer, record, thinking=True)
+    assert last_row.ids == row.ids
+    assert decode_trained_spans(tokenizer, last_row) == ["Four.<|im_end|>"]
 
 
-def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_would_be_sampled(
-    tokenizer,
-):
-    rewriting = copy.deepcopy(tokenizer)
-    rewriting.chat_template = REWRITING
-    rows = render(rewriting, {"messages": TALK})
-    assert [trained(rewriting, row) for row in rows] == [
-        ["It is three.<|im_end|>"],
-        ["Four.<|im_end|>"],
-    ]
+def test_each_reply_becomes_a_row_if_a_template_rewrites_earlier_messages(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = REWRITING_TEMPLATE
+    rows = encode_record(tokenizer, {"messages": TALK})
+    spans_of_rows = [decode_trained_spans(tokenizer, row) for row in rows]
+    assert spans_of_rows == [["It is three.<|im_end|>"], ["Four.<|im_end|>"]]
     for row, messages in zip(rows, (TALK[:1], TALK[:3]), strict=True):
-        assert row.ids[: row.places[0]] == chat_template.encode_chat(rewriting, messages)
+        assert row.ids[: row.places[0]] == chat_template.encode_chat(tokenizer, messages)
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("record", "expected_text"),
     [
         ({"prompt": "Hi", "completion": "<think>one</think>two"}, "--thinking"),
         ({"prompt": "Hi", "completion": "two!\n" * 400}, "context has 1000"),
@@ -163,105 +160,112 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
         ),
     ],
 )
-def test_a_conversation_that_leaves_open_what_to_train_is_refused(tokenizer, record, message):
-    assert message in catch_message(render, tokenizer, record)
+def test_a_conversation_that_does_not_say_what_to_train_is_refused(
+    tokenizer, record, expected_text
+):
+    assert expected_text in catch_message(encode_record, tokenizer, record)
 
 
 def test_a_template_that_drops_a_part_of_a_reply_or_renders_its_past_in_two_ways_is_refused(
     tokenizer,
 ):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = tokenizer.chat_template.replace(
-        "+ message.content", "+ message.content[:5]"
-    )
-    assert "drops a part of" in catch_message(render, other, {"messages": TALK[:2]})
-    other.chat_template = (
-        "{%- if not add_generation_prompt %}{{- 'x' }}{%- endif %}" + tokenizer.chat_template
-    )
-    assert "renders the messages before" in catch_message(render, other, {"messages": TALK[:2]})
+    record = {"messages": TALK[:2]}
+    template = tokenizer.chat_template
+    tokenizer = copy.deepcopy(tokenizer)
+
+    tokenizer.chat_template = template.replace("+ message.content", "+ message.content[:5]")
+    assert "drops a part of" in catch_message(encode_record, tokenizer, record)
+
+    prefix = "{%- if not add_generation_prompt %}{{- 'x' }}{%- endif %}"
+    tokenizer.chat_template = prefix + template
+    assert "renders the messages before" in catch_message(encode_record, tokenizer, record)
 
 
 # ---- the loss
 
 
-def oracle(logits, rows):
-    """The mean of -log softmax at the trained tokens, float64, from each row's logits (L, V)."""
-    losses = []
-    for row, of_row in zip(rows, logits, strict=True):
+def sum_losses(model, rows):
+    """The sum of -log softmax of the model's logits at the trained tokens, in float64."""
+    total = 0.0
+    for row in rows:
+        logits = np.array(model(mx.array([row.ids]))[0]).astype(np.float64)
         for place in row.places:
-            scores = np.array(of_row[place - 1], np.float64)
-            losses.append(
-                np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[row.ids[place]]
-            )
-    return np.mean(losses)
+            scores = logits[place - 1]
+            log_normalizer = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
+            total += log_normalizer - scores[row.ids[place]]
+    return total
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batches(
-    checkpoints, name
-):
-    theirs, _ = mlx_lm_load_model(checkpoints[name])
-    theirs.set_dtype(mx.float32)
+def test_loss_and_gradient_equal_those_of_mlx_lm_for_all_micro_batch_sizes(checkpoints, name):
+    mlx_lm_model, _ = mlx_lm_load_model(checkpoints[name])
+    mlx_lm_model.set_dtype(mx.float32)
     rows = random_rows(320)
+    num_tokens = count_trained_tokens(rows)
 
-    def loss_of(model):
+    def mean_loss(model):
         total = mx.array(0.0)
         for row in rows:
-            logits, places = model(mx.array([row.ids]))[0], mx.array(row.places)
-            total += nn.losses.cross_entropy(logits[places - 1], mx.array(row.ids)[places]).sum()
-        return total / count(rows)
+            ids = mx.array(row.ids)
+            places = mx.array(row.places)
+            logits = model(ids[None])[0]
+            total += nn.losses.cross_entropy(logits[places - 1], ids[places]).sum()
+        return total / num_tokens
 
-    expected = dict(tree_flatten(nn.value_and_grad(theirs, loss_of)(theirs)[1]))
-    right = oracle([np.array(theirs(mx.array([row.ids])))[0] for row in rows], rows)
-    model, config = (
-        gwen.load_model(checkpoints[name]),
-        Config.from_flags(loss_type="sft", lora_rank=0),
-    )
+    _, mlx_lm_gradients = nn.value_and_grad(mlx_lm_model, mean_loss)(mlx_lm_model)
+    expected_gradients = dict(tree_flatten(mlx_lm_gradients))
+    expected_loss = sum_losses(mlx_lm_model, rows) / num_tokens
+
+    model = gwen.load_model(checkpoints[name])
+    config = Config.from_flags(loss_type="sft", lora_rank=0)
     learner = update.Learner(model, config, StepLoss(config, SIZES))
-    for budget in (1, 40, 10_000):
-        batches = batches_of(rows, budget)
-        assert len(batches) == {1: 6, 40: 3, 10_000: 1}[budget]
-        grads, _, measured = update.compute_gradient(learner, batches)
-        assert measured["loss"] == pytest.approx(right, rel=1e-5)
-        ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
-        assert set(ours) == set(expected)
-        for key, value in expected.items():
-            error = mx.linalg.norm(ours[key] - value) / mx.linalg.norm(value)
-            assert error.item() < 1e-5, key
+    for budget, num_batches in ((1, 6), (40, 3), (10_000, 1)):
+        batches = make_row_batches(rows, budget)
+        assert len(batches) == num_batches
+        gradient_tree, _, stats = update.compute_gradient(learner, batches)
+        assert stats["loss"] == pytest.approx(expected_loss, rel=1e-5)
+        gradients = hub.unfuse_weights(dict(tree_flatten(gradient_tree)), model.config)
+        assert set(gradients) == set(expected_gradients)
+        for weight, expected in expected_gradients.items():
+            error = mx.linalg.norm(gradients[weight] - expected) / mx.linalg.norm(expected)
+            assert error.item() < 1e-5, weight
 
 
-def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_ratio(checkpoints):
-    model, rows = gwen.load_model(checkpoints["qwen3"]), random_rows(320)
+def test_the_held_out_loss_is_the_mean_of_all_trained_tokens_with_the_interval_of_a_ratio(
+    checkpoints,
+):
+    model = gwen.load_model(checkpoints["qwen3"])
+    rows = random_rows(320)
     conversations = [rows[:2], rows[2:3], rows[3:]]
-    record = evaluate_loss_on_replies(
-        model, StepLoss(Config.from_flags(loss_type="sft"), SIZES), conversations, 40
-    )
-    logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]
-    parts = [
-        oracle(of_part, part) * count(part)
-        for of_part, part in zip(logits, conversations, strict=True)
-    ]
-    loss = sum(parts) / count(rows)
+    step_loss = StepLoss(Config.from_flags(loss_type="sft"), SIZES)
+
+    record = evaluate_loss_on_replies(model, step_loss, conversations, 40)
+
+    token_counts = np.array([count_trained_tokens(part) for part in conversations])
+    loss_sums = np.array([sum_losses(model, part) for part in conversations])
+    num_tokens = count_trained_tokens(rows)
+    loss = loss_sums.sum() / num_tokens
     assert record["eval/loss"] == pytest.approx(loss, rel=1e-5)
     assert record["eval/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-    assert (record["eval/num"], record["eval/tokens"]) == (3, count(rows) / 3)
-    off = [part - loss * count(of) for part, of in zip(parts, conversations, strict=True)]
-    assert record["eval/loss_ci95"] == pytest.approx(
-        1.96 * np.std(off, ddof=1) * 3**0.5 / count(rows), rel=1e-4
-    )
+    assert record["eval/num"] == 3
+    assert record["eval/tokens"] == num_tokens / 3
+
+    residuals = loss_sums - loss * token_counts
+    half_width = 1.96 * np.std(residuals, ddof=1) * 3**0.5 / num_tokens
+    assert record["eval/loss_ci95"] == pytest.approx(half_width, rel=1e-4)
 
 
 # ---- settings
 
 
-def given_with(flags):
+def sft_settings(flags):
     return settings_from_flags(
         parse_flags(["--model", "demo", "--loss-type", "sft", *flags.split()])
     )
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "expected_text"),
     [
         (
             "--groups 8 --temp 1",
@@ -278,151 +282,156 @@ def given_with(flags):
         ),
     ],
 )
-def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, message):
-    assert message in catch_message(resolve_settings, given_with(f"--data x.jsonl {flags}"))
+def test_flags_that_sft_cannot_use_are_refused_by_name(flags, expected_text):
+    settings = sft_settings(f"--data x.jsonl {flags}")
+    assert expected_text in catch_message(resolve_settings, settings)
 
 
-def test_sft_needs_data_and_its_first_line_names_the_replies_and_the_recipe():
-    assert "--loss-type sft needs --data" in catch_message(resolve_settings, given_with(""))
-    line = resolve_settings(given_with("--data x.jsonl"))[1]
+def test_sft_needs_data_and_the_line_about_the_model_names_data_and_recipe():
+    assert "--loss-type sft needs --data" in catch_message(resolve_settings, sft_settings(""))
+    _, line = resolve_settings(sft_settings("--data x.jsonl"))
     assert line.startswith("model: demo, ")
     assert "; replies: x.jsonl; task: own, with recipes/demo.yaml: --batch 8 --steps" in line
 
 
-def test_the_environment_and_a_task_s_recipe_set_nothing_that_sft_has_not(monkeypatch):
+def test_sft_ignores_the_settings_for_sampling_of_the_environment_and_of_recipes(monkeypatch):
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
-    config, _ = resolve_settings(given_with("--data x.jsonl"))
-    assert (config.sampling.max_tokens, config.judge.chunk_size) == (256, 24)
-    assert config.optimizer.learning_rate == 0.004  # the recipe's
+    config, _ = resolve_settings(sft_settings("--data x.jsonl"))
+    assert config.sampling.max_tokens == 256
+    assert config.judge.chunk_size == 24
+    assert config.optimizer.learning_rate == 0.004, "the recipe sets the learning rate"
 
 
-# ---- runs, beside what test_golden.py says of one
+# ---- runs; test_golden.py checks one more
 
 
 @pytest.mark.slow
-def test_a_run_lowers_the_held_out_loss_and_is_shown_like_any_run(golden, tmp_path, capsys):
-    run = shutil.copytree(golden("sft"), tmp_path / "run")
-    steps, evals = read_log(run / "metrics.jsonl"), read_log(run / "eval.jsonl")
-    assert evals[-1]["eval/loss"] < 0.9 * evals[0]["eval/loss"]
-    assert steps[0]["reward/mean"] is None and steps[0]["grad_norm"] > 0
-    report.main(["--compare", str(run), str(run)])
+def test_a_run_lowers_the_held_out_loss_and_reports_include_it(golden, tmp_path, capsys):
+    run_dir = shutil.copytree(golden("sft"), tmp_path / "run")
+    evaluations = read_log(run_dir / "eval.jsonl")
+    assert evaluations[-1]["eval/loss"] < 0.9 * evaluations[0]["eval/loss"]
+    first_step = read_log(run_dir / "metrics.jsonl")[0]
+    assert first_step["reward/mean"] is None
+    assert first_step["grad_norm"] > 0
+
+    report.main(["--compare", str(run_dir), str(run_dir)])
     report.main(["--list", str(tmp_path)])
-    shown = capsys.readouterr().out
-    assert "held-out loss before" in shown and "tokens trained" in shown
+    output = capsys.readouterr().out
+    assert "held-out loss before" in output
+    assert "tokens trained" in output
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_resumed(
-    golden, tmp_path
-):
-    source, directory = (
-        shutil.copytree(golden("sft") / "adapter", tmp_path / "source"),
-        tmp_path / "run",
-    )
-    flags = "--model demo --batch 2 --groups 2 --max-tokens 12 --eval-limit 8 --beta 0.1 --steps 2 --save-every 1"
-    flags = [
-        *flags.split(),
-        "--eval-every",
-        "1",
-        "--init-adapter",
-        str(source),
-        "--run-dir",
-        str(directory),
-    ]
-    train.main(flags)
-    steps, evals = (
-        read_untimed_log(directory / "metrics.jsonl"),
-        read_untimed_log(directory / "eval.jsonl"),
-    )
-    assert (
-        abs(steps[0]["kl"]) < 1e-6 and abs(evals[0]["eval/kl"]) < 1e-6
-    )  # not the distance to the base
-    assert evals[-1]["eval/kl"] > 1e-6
-    theirs, kept = (
-        dict(mx.load(str(path / "adapters.safetensors")))
-        for path in (source, directory / run_files.START)
-    )
-    assert all(mx.array_equal(theirs[key], kept[key]).item() for key in theirs)
+def test_the_initial_adapter_of_a_run_is_the_reference_also_after_a_resume(golden, tmp_path):
+    source = shutil.copytree(golden("sft") / "adapter", tmp_path / "source")
+    run_dir = tmp_path / "run"
+    flags = "--model demo --batch 2 --groups 2 --max-tokens 12 --eval-limit 8 --eval-every 1"
+    run_flags = f"--beta 0.1 --steps 2 --save-every 1 --init-adapter {source} --run-dir {run_dir}"
+    train.main([*flags.split(), *run_flags.split()])
+    steps = read_untimed_log(run_dir / "metrics.jsonl")
+    evaluations = read_untimed_log(run_dir / "eval.jsonl")
+
+    # the KL is measured from the initial adapter, not from the base model
+    assert abs(steps[0]["kl"]) < 1e-6
+    assert abs(evaluations[0]["eval/kl"]) < 1e-6
+    assert evaluations[-1]["eval/kl"] > 1e-6
+
+    # the run keeps a copy of the adapter
+    copy_dir = run_dir / run_files.START
+    weights = mx.load(str(source / "adapters.safetensors"))
+    copied_weights = mx.load(str(copy_dir / "adapters.safetensors"))
+    for name, array in weights.items():
+        assert mx.array_equal(array, copied_weights[name]), name
+    # a resumed run needs only the copy
     shutil.rmtree(source)
-    shutil.rmtree(directory / "checkpoints" / "step-000002")
-    train.main(["--resume", str(directory)])
-    assert (
-        read_untimed_log(directory / "metrics.jsonl") == steps
-        and read_untimed_log(directory / "eval.jsonl") == evals
-    )
-    assert run_files.saved_or_initial_adapter_path(str(directory), 0) == str(
-        directory / run_files.START
-    )
+    shutil.rmtree(run_dir / "checkpoints" / "step-000002")
+    train.main(["--resume", str(run_dir)])
+    assert read_untimed_log(run_dir / "metrics.jsonl") == steps
+    assert read_untimed_log(run_dir / "eval.jsonl") == evaluations
+    assert run_files.saved_or_initial_adapter_path(str(run_dir), 0) == str(copy_dir)
 
 
 @pytest.mark.slow
-def test_held_out_prompts_that_the_run_before_was_trained_on_are_told_of_at_the_start(
+def test_a_run_warns_about_held_out_prompts_that_the_run_of_the_initial_adapter_trained_on(
     golden, tmp_path, capsys
 ):
-    def rows_of(held_out, *before):
-        asked = [
-            [*before, {"role": "user", "content": f"What is {n} plus {n}?"}] for n in range(12)
-        ]
-        rows = [
-            {"prompt": one if before else one[0]["content"], "completion": "Two."} for one in asked
-        ]
-        return [row | {"split": "test" if n in held_out else "train"} for n, row in enumerate(rows)]
+    def make_rows(held_out, system=None):
+        rows = []
+        for number in range(12):
+            prompt = f"What is {number} plus {number}?"
+            if system:
+                prompt = [
+                    {"role": "system", "content": system},
+                    {"role": "user", "content": prompt},
+                ]
+            split = "test" if number in held_out else "train"
+            rows.append({"prompt": prompt, "completion": "Two.", "split": split})
+        return rows
 
-    def warnings_at_start(before, flags, rows):
-        words = f"--model demo --init-adapter {before} --data {write_log(tmp_path / 'now.jsonl', rows)} {flags}"
-        make_run(
-            resolve_settings(settings_from_flags(parse_flags(words.split())))[0], tmp_path / "now"
-        )
+    def warnings_at_start(adapter_or_run, flags, rows):
+        data = write_log(tmp_path / "now.jsonl", rows)
+        all_flags = f"--model demo --init-adapter {adapter_or_run} --data {data} {flags}"
+        config, _ = resolve_settings(settings_from_flags(parse_flags(all_flags.split())))
+        make_run(config, tmp_path / "now")
         return [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
 
-    of_replies, by_rewards, system = (
-        golden("sft"),
-        tmp_path / "before",
-        {"role": "system", "content": "Be brief."},
-    )
-    (line,) = warnings_at_start(
-        of_replies / "adapter", "--reward length:9", rows_of(range(6), system)
-    )
-    assert line.startswith(f"WARNING: {of_replies} was trained on 6 of the 6 held-out prompts, ")
-    assert "hold out the same rows in both runs" in line and "split" in line
-    shutil.copytree(of_replies, by_rewards)
-    data = write_log(tmp_path / "before.jsonl", rows_of(range(4)))
-    (by_rewards / "config.yaml").write_text(
+    # an earlier run with sft
+    sft_run = golden("sft")
+    rows = make_rows(range(6), "Be brief.")
+    (warning,) = warnings_at_start(sft_run / "adapter", "--reward length:9", rows)
+    assert warning.startswith(f"WARNING: {sft_run} was trained on 6 of the 6 held-out prompts, ")
+    assert "hold out the same rows in both runs" in warning
+    assert "split" in warning
+
+    # an earlier run with rewards
+    reward_run = shutil.copytree(sft_run, tmp_path / "before")
+    data = write_log(tmp_path / "before.jsonl", make_rows(range(4)))
+    (reward_run / "config.yaml").write_text(
         f"model: demo\ntask: own\ndata: {data}\nreward: ['gone.py:score']\n"
     )
+    expected_text = f"WARNING: {reward_run} was trained on 2 of the 6 held-out prompts"
     for flags in ("--loss-type sft", "--reward length:9"):
-        (line,) = warnings_at_start(by_rewards, flags, rows_of(range(6), system))
-        assert line.startswith(f"WARNING: {by_rewards} was trained on 2 of the 6 held-out prompts")
-        assert not warnings_at_start(by_rewards, flags, rows_of(range(4)))
-    (tmp_path / "before.jsonl").unlink()  # now nobody knows
-    assert not warnings_at_start(by_rewards, "--loss-type sft", rows_of(range(6)))
+        (warning,) = warnings_at_start(reward_run, flags, rows)
+        assert warning.startswith(expected_text)
+        assert not warnings_at_start(reward_run, flags, make_rows(range(4)))
+
+    # without the data of the earlier run, its prompts are unknown
+    (tmp_path / "before.jsonl").unlink()
+    assert not warnings_at_start(reward_run, "--loss-type sft", make_rows(range(6)))
 
 
 @pytest.mark.slow
-def test_a_run_is_evaluated_on_its_replies_or_on_the_problems_of_a_task_that_was_named(
+def test_evaluate_uses_the_replies_of_a_run_or_the_problems_of_another_task(
     golden, tmp_path, capsys, check_refusal
 ):
+    def take_last_record():
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    # the replies
     source = golden("sft")
     evaluate.main(["--run", str(source)])
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    record = take_last_record()
     expected = read_log(source / "eval.jsonl")[-1]
-    for total in ("time/s", "tokens/total"):  # what the run has cost until then
-        assert expected.pop(total) > 0
+    for cost in ("time/s", "tokens/total"):
+        assert expected.pop(cost) > 0
     assert record | {"step": 3, "eval/s": 0} == expected | {"eval/s": 0}
     check_refusal(
         evaluate.main,
         ["--run", source, "--samples", "2"],
         "--samples 2 has no effect on the loss of",
     )
-    run = shutil.copytree(source, tmp_path / "run")
-    settings = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(
-        settings.replace("task: own", "task: demo")
-    )  # as older runs have it
-    evaluate.main(["--run", str(run), "--limit", "4", "--max-tokens", "12"])
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert record["eval/num"] == 4 and "eval/accuracy" in record
+
+    # a task, which older runs have in their settings
+    run_dir = shutil.copytree(source, tmp_path / "run")
+    settings = (run_dir / "config.yaml").read_text()
+    (run_dir / "config.yaml").write_text(settings.replace("task: own", "task: demo"))
+    evaluate.main(["--run", str(run_dir), "--limit", "4", "--max-tokens", "12"])
+    record = take_last_record()
+    assert record["eval/num"] == 4
+    assert "eval/accuracy" in record
+
+    # other data
     rows = [{"prompt": f"What is {n} plus {n}?", "answer": "4"} for n in range(40)]
-    asked = write_log(tmp_path / "asked.jsonl", rows)
-    evaluate.main(["--run", str(source), "--data", asked, "--limit", "2", "--max-tokens", "4"])
+    data = write_log(tmp_path / "problems.jsonl", rows)
+    evaluate.main(["--run", str(source), "--data", data, "--limit", "2", "--max-tokens", "4"])
     assert "36 of the 40 prompts in --data" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Runs with tools and environments: what they record, what they train, how they go on, and what they refuse."""
+"""Runs with tools and environments: their records, advantages, resumption and error messages."""
 
 import json
 
@@ -27,7 +27,7 @@ SMALL = {
     "save_every": 1,
 }
 
-WORLD = '''
+ENVIRONMENTS = '''
 import random
 
 class Door:
@@ -74,30 +74,35 @@ class Well:
         return float(self.lowered == self.depth)
 
 
-def of_wells(environments, **_):
-    return [float(one.depth) if isinstance(one, Well) else None for one in environments]
+def depth_of_wells(environments, **_):
+    return [
+        float(environment.depth) if isinstance(environment, Well) else None
+        for environment in environments
+    ]
 
 
-def tried(environments, completions, **_):
+def num_attempts(environments, completions, **_):
     assert all("messages" not in text for text in completions)
-    return [len(one.opened) for one in environments]
+    return [len(environment.opened) for environment in environments]
 
 
-def lengthy(completions, **_):
+def length(completions, **_):
     return [len(text) / 100 for text in completions]
 
 
-def talked(completions, **_):
-    return [float(sum(message["role"] == "tool" for message in talk)) for talk in completions]
+def num_tool_results(completions, **_):
+    return [
+        float(sum(message["role"] == "tool" for message in messages)) for messages in completions
+    ]
 
 
 class Warmer:
-    """Pays each turn for how near its last guess was."""
+    """Rewards each turn for the nearness of its last guess."""
 
     reward_per_turn = True
 
     def reset(self, **row):
-        self.number, self.near = random.randint(1, 20), 0.0
+        self.number, self.nearness = random.randint(1, 20), 0.0
         return "I think of a number from 1 to 20. Find it."
 
     def guess(self, number: int) -> str:
@@ -107,142 +112,157 @@ class Warmer:
         Args:
             number: The guess.
         """
-        self.near = 1 - abs(number - self.number) / 20
-        return "right" if number == self.number else "higher" if number < self.number else "lower"
+        self.nearness = 1 - abs(number - self.number) / 20
+        if number == self.number:
+            return "right"
+        return "higher" if number < self.number else "lower"
 
     def get_reward(self) -> float:
-        near, self.near = self.near, 0.0
-        return near
+        reward = self.nearness
+        self.nearness = 0.0
+        return reward
 
 
-class Silent(Warmer):
+class NoReward(Warmer):
     get_reward = None
 
 
-class Worded(Warmer):
+class TextReward(Warmer):
     def get_reward(self):
         return "near"
 
 
-class Rusty(Door):
+class FailingReset(Door):
     def reset(self, **row):
         raise OSError("the hinge is rusty")
 
 
 def calculator(x: int) -> int:
     """
-    Gives it back.
+    Returns the number.
 
     Args:
         x: A number.
     """
     return x
 
-again = calculator
+calculator_alias = calculator
 '''
 
 
 @pytest.fixture
-def world(tmp_path):
-    (tmp_path / "world.py").write_text(WORLD)
-    return f"{tmp_path}/world.py"
+def environments_file(tmp_path):
+    path = tmp_path / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    return str(path)
 
 
-def start(tmp_path, **settings):
+def start_run(tmp_path, **settings):
     return train.Trainer.start(run_dir=str(tmp_path / "run"), **SMALL | settings)
 
 
-def records(run, name):
+def read_run_log(run, name):
     return read_log(run.dir / f"{name}.jsonl")
 
 
-def test_a_run_records_conversations_and_trains_what_the_model_wrote(golden):
-    run = golden("tools")
-    lines, steps = read_log(run / "rollouts.jsonl"), read_log(run / "metrics.jsonl")
-    assert any(line["turns"] > 1 for line in lines)
-    for line in lines:
-        own = [one for begin, end in line["own"] for one in line["ids"][begin:end]]
-        assert len(line["own"]) == line["turns"] or line["finish_reason"] == "length"
-        assert len(own) <= 48 and line["own"][-1][1] == len(line["ids"])
-        assert sum(message["role"] == "assistant" for message in line["messages"]) == line["turns"]
-        assert all(
-            called.keys() == {"turn", "name", "arguments", "seconds", "error"}
-            for called in line["tool_calls"]
-        )
-    shown = [
-        row
-        for group in page.completion_groups_for_page(history.load_history(run))["groups"]
-        for row in group["rows"]
-    ]
-    replies = [
-        message["content"]
-        for line in lines
-        for message in line["messages"]
-        if message["role"] == "tool"
-    ]
-    assert sum(row["text"].count("calculator replies: ") for row in shown) == len(replies) > 0
-    assert all(
-        any(f"calculator replies: {reply}" in row["text"] for row in shown) for reply in replies
-    )
-    last = [line for line in lines if line["step"] == 3]
-    assert steps[-1]["tools/calls"] == sum(len(line["tool_calls"]) for line in last)
-    assert steps[-1]["completion/repeated"] is None  # calls repeat by nature
-    assert steps[-1]["tools/turns"] == np.mean([line["turns"] for line in last])
-    assert all(
-        one["mismatch/logprob_abs_max"] < 1e-3 for one in steps
-    )  # the trainer sees what the sampler saw
-    assert (run / "report.html").is_file()
+def tool_messages(record):
+    return [message for message in record["messages"] if message["role"] == "tool"]
+
+
+def rows_on_page(run_dir):
+    """The completions that the page of a run shows."""
+    page_data = page.completion_groups_for_page(history.load_history(run_dir))
+    return [row for group in page_data["groups"] for row in group["rows"]]
+
+
+def test_a_run_records_conversations_and_trains_on_the_tokens_of_the_model(golden):
+    run_dir = golden("tools")
+    rollouts = read_log(run_dir / "rollouts.jsonl")
+    steps = read_log(run_dir / "metrics.jsonl")
+
+    assert any(record["turns"] > 1 for record in rollouts)
+    for record in rollouts:
+        turn_lengths = [end - begin for begin, end in record["own"]]
+        assert len(turn_lengths) == record["turns"] or record["finish_reason"] == "length"
+        assert sum(turn_lengths) <= 48
+        assert record["own"][-1][1] == len(record["ids"])
+        roles = [message["role"] for message in record["messages"]]
+        assert roles.count("assistant") == record["turns"]
+        for call in record["tool_calls"]:
+            assert call.keys() == {"turn", "name", "arguments", "seconds", "error"}
+
+    # the page shows all results of tools
+    texts = [row["text"] for row in rows_on_page(run_dir)]
+    results = [message["content"] for record in rollouts for message in tool_messages(record)]
+    assert results
+    assert sum(text.count("calculator replies: ") for text in texts) == len(results)
+    for result in results:
+        assert any(f"calculator replies: {result}" in text for text in texts)
+    assert (run_dir / "report.html").is_file()
+
+    # the metrics agree with the rollouts of the last step
+    last_rollouts = [record for record in rollouts if record["step"] == 3]
+    num_calls = sum(len(record["tool_calls"]) for record in last_rollouts)
+    assert steps[-1]["tools/calls"] == num_calls
+    assert steps[-1]["tools/turns"] == np.mean([record["turns"] for record in last_rollouts])
+    assert steps[-1]["completion/repeated"] is None, "calls repeat by nature"
+    for metrics in steps:
+        assert metrics["mismatch/logprob_abs_max"] < 1e-3, "trainer and sampler see other tokens"
 
 
 @pytest.mark.slow
-def test_a_resumed_run_with_an_environment_repeats_the_uninterrupted_one(tmp_path, world):
+def test_a_resumed_run_with_an_environment_repeats_the_uninterrupted_one(
+    tmp_path, environments_file
+):
     settings = {
-        "env": f"{world}:Door",
+        "env": f"{environments_file}:Door",
         "max_turns": 3,
         "max_context": 256,
         "max_tokens": 80,
         "eval_every": 2,
+        "eval_limit": 8,
     }
-    whole = start(tmp_path / "a", **settings, eval_limit=8)
-    whole.fit()
-    broken = start(tmp_path / "b", **settings, eval_limit=8)
-    for figures in broken.steps():
-        assert figures["step"] == 1
-        break
-    again = train.Trainer.resume(broken.dir)
-    again.fit()
-    compared = {
-        "rollouts": ("prompt", "ids", "reward", "messages"),
-        "eval": ("eval/score", "eval/greedy"),
-    }
-    for name, fields in compared.items():
-        ours, theirs = (
-            [[line[key] for key in fields] for line in records(one, name)] for one in (whole, again)
-        )
-        assert ours == theirs
+    uninterrupted = start_run(tmp_path / "a", **settings)
+    uninterrupted.fit()
+
+    interrupted = start_run(tmp_path / "b", **settings)
+    metrics = next(iter(interrupted.steps()))
+    assert metrics["step"] == 1
+    resumed = train.Trainer.resume(interrupted.dir)
+    resumed.fit()
+
+    def figures_of(run, log, fields):
+        return [[record[field] for field in fields] for record in read_run_log(run, log)]
+
+    for log, fields in (
+        ("rollouts", ("prompt", "ids", "reward", "messages")),
+        ("eval", ("eval/score", "eval/greedy")),
+    ):
+        assert figures_of(resumed, log, fields) == figures_of(uninterrupted, log, fields)
 
 
-def test_environments_give_prompts_tools_and_rewards(tmp_path, world):
-    settings = {
-        "reward": [f"{world}:tried,talked"],
-        "reward_weights": {"talked": 0.0},
-        "max_context": 256,
-    }
-    run = start(tmp_path, env=f"{world}:Door", **settings, max_tokens=40, steps=1)
-    run.fit()
-    lines = records(run, "rollouts")
-    assert len({line["prompt"] for line in lines}) == 2 and all(
-        line["prompt"].startswith("What is ") for line in lines
+def test_environments_give_prompts_tools_and_rewards(tmp_path, environments_file):
+    run = start_run(
+        tmp_path,
+        env=f"{environments_file}:Door",
+        reward=[f"{environments_file}:num_attempts,num_tool_results"],
+        reward_weights={"num_tool_results": 0.0},
+        max_context=256,
+        max_tokens=40,
+        steps=1,
     )
-    for line in lines:
-        assert line["rewards"]["tried"] == len(
-            [one for one in line["tool_calls"] if one["error"] is None]
-        )
-        assert line["rewards"]["Door"] == float(line["rewards"]["tried"] > 0)
-        assert line["rewards"]["talked"] == sum(
-            message["role"] == "tool" for message in line["messages"]
-        )
-        assert line["reward"] == line["rewards"]["tried"] + line["rewards"]["Door"]
+    run.fit()
+    rollouts = read_run_log(run, "rollouts")
+    prompts = {record["prompt"] for record in rollouts}
+    assert len(prompts) == 2
+    assert all(prompt.startswith("What is ") for prompt in prompts)
+    for record in rollouts:
+        rewards = record["rewards"]
+        errors = [call["error"] for call in record["tool_calls"]]
+        assert rewards["num_attempts"] == errors.count(None)
+        assert rewards["Door"] == float(rewards["num_attempts"] > 0)
+        assert rewards["num_tool_results"] == len(tool_messages(record))
+        assert record["reward"] == rewards["num_attempts"] + rewards["Door"]
 
 
 HANGS = '''
@@ -261,80 +281,86 @@ def calculator(expression: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
-    """Python's own end would abort, exit status 134."""
+def test_a_run_ends_normally_after_a_tool_hangs_inside_mlx(tmp_path):
+    """Python's own shutdown would abort with the exit status 134."""
     (tmp_path / "hangs.py").write_text(HANGS)
-    how = "--model demo:tools --steps 1 --batch 1 --groups 8 --eval-every 0 --max-tokens 40 --tool-timeout 0.3".split()
-    done = run_command(
-        "train.py",
-        *how,
-        "--tools",
-        f"{tmp_path}/hangs.py:calculator",
-        "--run-dir",
-        tmp_path / "run",
+    flags = "--model demo:tools --steps 1 --batch 1 --groups 8 --eval-every 0 --max-tokens 40"
+    tool_flags = f"--tool-timeout 0.3 --tools {tmp_path}/hangs.py:calculator"
+    process = run_command(
+        "train.py", *flags.split(), *tool_flags.split(), "--run-dir", tmp_path / "run"
     )
-    assert done.returncode == 0, done.stderr
-    lines = read_log(tmp_path / "run" / "rollouts.jsonl")
-    assert "the call took longer than 0.3 s" in {
-        called["error"] for line in lines for called in line["tool_calls"]
-    }
+    assert process.returncode == 0, process.stderr
+    rollouts = read_log(tmp_path / "run" / "rollouts.jsonl")
+    errors = {call["error"] for record in rollouts for call in record["tool_calls"]}
+    assert "the call took longer than 0.3 s" in errors
+
+
+def replace_file(settings, path):
+    """The settings with this path instead of FILE."""
+    return json.loads(json.dumps(settings).replace("FILE", path))
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected_text"),
     [
         ({"task": "env"}, "--task env needs an environment; name it with --env FILE.py:Class"),
-        ({"env": "WORLD:Missing"}, "has no class 'Missing'"),
-        ({"env": "WORLD:tried"}, "not a class"),
-        ({"env": "WORLD:Door,WORLD:Well"}, "give each of several environments a different name"),
-        ({"tools": ["WORLD:tried"]}, "--tools: the tool tried has no schema"),
-        ({"tools": ["WORLD:calculator,again"]}, "two tools have the same name; rename one"),
+        ({"env": "FILE:Missing"}, "has no class 'Missing'"),
+        ({"env": "FILE:num_attempts"}, "not a class"),
+        ({"env": "FILE:Door,FILE:Well"}, "give each of several environments a different name"),
+        ({"tools": ["FILE:num_attempts"]}, "--tools: the tool num_attempts has no schema"),
         (
-            {"tools": ["WORLD:calculator,calculater"]},
+            {"tools": ["FILE:calculator,calculator_alias"]},
+            "two tools have the same name; rename one",
+        ),
+        (
+            {"tools": ["FILE:calculator,calculater"]},
             "has no function 'calculater', did you mean 'calculator'?",
         ),
         (
-            {"env": "WORLD:Door", "tools": ["WORLD:calculator"]},
+            {"env": "FILE:Door", "tools": ["FILE:calculator"]},
             "Door of --env and the functions of --tools both have a tool calculator",
         ),
         (
-            {"env": "WORLD:Silent"},
-            "the environment Silent of --env has reward_per_turn, but no method get_reward",
+            {"env": "FILE:NoReward"},
+            "the environment NoReward of --env has reward_per_turn, but no method get_reward",
         ),
         (
-            {"env": "WORLD:Warmer", "advantage": "rloo"},
+            {"env": "FILE:Warmer", "advantage": "rloo"},
             "--advantage rloo needs one reward per conversation, but Warmer has",
         ),
         (
-            {"env": "WORLD:Warmer", "scale_rewards": "batch"},
+            {"env": "FILE:Warmer", "scale_rewards": "batch"},
             "--scale-rewards batch needs one reward",
         ),
         (
-            {"env": "WORLD:Warmer", "reward_gate": "form"},
+            {"env": "FILE:Warmer", "reward_gate": "form"},
             "--reward-gate form needs one reward",
         ),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_line_before_a_model_is_loaded(world, settings, said):
-    text = json.dumps(settings).replace("WORLD", world)
-    config = resolve_settings(
-        SMALL | json.loads(text), None, None, lambda name: (name, "as requested")
-    )[0]
-    assert said in catch_message(make_task, config)
+def test_impossible_settings_of_environments_and_tools_are_refused_before_a_model_is_loaded(
+    environments_file, settings, expected_text
+):
+    all_settings = SMALL | replace_file(settings, environments_file)
+    config, _ = resolve_settings(all_settings, None, None, lambda name: (name, "as requested"))
+    assert expected_text in catch_message(make_task, config)
 
 
-def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_path, world):
-    said = catch_message(start, tmp_path, env=f"{world}:Rusty")
-    assert f"environment Rusty: reset raised OSError: the hinge is rusty, at {world}:" in said
+def test_an_environment_whose_first_reset_fails_leaves_no_run_directory(
+    tmp_path, environments_file
+):
+    message = catch_message(start_run, tmp_path, env=f"{environments_file}:FailingReset")
+    expected_text = "environment FailingReset: reset raised OSError: the hinge is rusty, at "
+    assert f"{expected_text}{environments_file}:" in message
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("row", "settings", "said"),
+    ("row", "settings", "expected_text"),
     [
         (
             {"prompt": "Open.", "environment": "window"},
-            {"env": "door=WORLD:Door"},
+            {"env": "door=FILE:Door"},
             "column environment contains 'window'",
         ),
         (
@@ -344,149 +370,172 @@ def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_pa
         ),
         (
             {"prompt": "Open.", "chat_template_kwargs": {"tone": "kind"}},
-            {"env": "WORLD:Door"},
+            {"env": "FILE:Door"},
             "column chat_template_kwargs does not work with tools",
         ),
     ],
 )
-def test_rows_that_no_environment_can_take_are_refused(tmp_path, world, row, settings, said):
-    rows = [row | {"prompt": f"{row['prompt']}{n}"} if "prompt" in row else row for n in range(20)]
-    named = json.loads(json.dumps(settings).replace("WORLD", world))
-    config = check_settings(
-        SMALL | {"task": "own", "data": write_log(tmp_path / "data.jsonl", rows)} | named
-    )
-    assert said in catch_message(GrpoRun, config, tmp_path)
-
-
-def test_turns_that_are_paid_have_advantages_of_their_own(tmp_path, world, monkeypatch):
-    """By the oracle, from what the run records; the last turn gets what other rewards give."""
-    settings = {
-        "env": f"{world}:Warmer",
-        "reward": [f"{world}:lengthy"],
-        "reward_weights": {"Warmer": 0.5},
-    }
-    taught, train_on = [], update.run_optimizer_steps
-    monkeypatch.setattr(
-        update,
-        "run_optimizer_steps",
-        lambda learner, *args: taught.extend(args[0]) or train_on(learner, *args),
-    )
-    run = start(tmp_path, **settings, batch=2, groups=6, steps=1, max_tokens=80, max_turns=4)
-    run.fit()
-    advantages = {
-        row: np.array(batch.advantages[place])
-        for batch in taught
-        for place, row in enumerate(batch.rows)
-    }
-    lines, groups = records(run, "rollouts"), [[], []]
-    for line in lines:
-        earned = [*line["turn_rewards"], *[0.0] * (len(line["own"]) - line["turns"])]
-        assert len(line["turn_rewards"]) == line["turns"] and line["rewards"]["Warmer"] == sum(
-            earned
-        )
-        assert line["reward"] == pytest.approx(0.5 * sum(earned) + line["rewards"]["lengthy"])
-        groups[line["group"]].append([0.5 * one for one in earned])
-        groups[line["group"]][-1][-1] += line["rewards"]["lengthy"]
-    expected = [its for group in groups for its in oracle.turn_advantages(group, "group")]
-    assert len({len(its) for its in expected}) > 1 and any(its[0] != its[-1] for its in expected)
-    for row, (line, its) in enumerate(zip(lines, expected, strict=True)):
-        assert line["advantage"] == pytest.approx(its[0], rel=1e-4, abs=1e-6)
-        if row not in advantages:
-            continue
-        of_tokens = [
-            one
-            for one, (begin, end) in zip(its, line["own"], strict=True)
-            for _ in range(begin, end)
-        ]
-        np.testing.assert_allclose(
-            advantages[row][: len(of_tokens)], of_tokens, rtol=1e-4, atol=1e-6
-        )
-        assert (advantages[row][len(of_tokens) :] == 0).all()
-
-
-def test_a_turns_reward_that_is_no_number_ends_the_run_in_a_line(tmp_path, world):
-    run = start(tmp_path, env=f"{world}:Worded", steps=1)
-    assert (
-        "environment Worded: get_reward returned 'near' for a turn; return a number"
-        in catch_message(run.fit)
-    )
-
-
-def test_rows_that_only_name_an_environment_get_its_prompt_and_rewards_know_its_class(
-    tmp_path, world
+def test_rows_that_no_environment_can_take_are_refused(
+    tmp_path, environments_file, row, settings, expected_text
 ):
-    """The file of class and reward is one module; evaluations reset from other seeds, as no prompt is held out."""
-    rows = [{"environment": ("door", "well", "gate")[n % 3]} for n in range(20)]
-    settings = {
-        "data": write_log(tmp_path / "data.jsonl", rows),
-        "env": f"door={world}:Door,well={world}:Well,gate={world}:Door",
-        "reward": [f"{world}:of_wells"],
-    }
-    run = start(
-        tmp_path, **settings, batch=8, groups=2, steps=1, eval_every=1, eval_limit=4, max_tokens=16
+    rows = [dict(row) for _ in range(20)]
+    if "prompt" in row:
+        for number, numbered_row in enumerate(rows):
+            numbered_row["prompt"] += str(number)
+    data = write_log(tmp_path / "data.jsonl", rows)
+    settings = replace_file(settings, environments_file)
+    config = check_settings(SMALL | {"task": "own", "data": data} | settings)
+    assert expected_text in catch_message(GrpoRun, config, tmp_path)
+
+
+def test_turns_with_rewards_have_separate_advantages(tmp_path, environments_file, monkeypatch):
+    """
+    The oracle computes the advantages from the records of the run. The last turn also gets the
+    rewards of the whole conversation.
+    """
+    batches = []
+    run_optimizer_steps = update.run_optimizer_steps
+
+    def record_batches(learner, new_batches, *args):
+        batches.extend(new_batches)
+        return run_optimizer_steps(learner, new_batches, *args)
+
+    monkeypatch.setattr(update, "run_optimizer_steps", record_batches)
+    run = start_run(
+        tmp_path,
+        env=f"{environments_file}:Warmer",
+        reward=[f"{environments_file}:length"],
+        reward_weights={"Warmer": 0.5},
+        batch=2,
+        groups=6,
+        steps=1,
+        max_tokens=80,
+        max_turns=4,
     )
     run.fit()
-    lines, (before, _) = records(run, "rollouts"), records(run, "eval")
-    assert before["eval/num"] == 4
-    wells = [line for line in lines if line["prompt"].startswith("Lower")]
-    assert 0 < len(wells) < len(lines)
-    for line in lines:
-        depth = float(line["prompt"].split()[-1][:-1]) if line in wells else None
-        assert line["rewards"]["of_wells"] == depth
-        assert (line["rewards"]["Well"] is None, line["rewards"]["Door"] is None) == (
-            line not in wells,
-            line in wells,
-        )
+
+    rollouts = read_run_log(run, "rollouts")
+    groups = [[], []]
+    for record in rollouts:
+        rewards = record["rewards"]
+        turn_rewards = list(record["turn_rewards"])
+        assert len(turn_rewards) == record["turns"]
+        assert rewards["Warmer"] == sum(turn_rewards)
+        assert record["reward"] == pytest.approx(0.5 * sum(turn_rewards) + rewards["length"])
+        # an unfinished turn has no reward
+        turn_rewards += [0.0] * (len(record["own"]) - record["turns"])
+        weighted_rewards = [0.5 * reward for reward in turn_rewards]
+        weighted_rewards[-1] += rewards["length"]
+        groups[record["group"]].append(weighted_rewards)
+
+    expected_advantages = []
+    for group in groups:
+        expected_advantages += oracle.turn_advantages(group, "group")
+    assert len({len(advantages) for advantages in expected_advantages}) > 1
+    assert any(advantages[0] != advantages[-1] for advantages in expected_advantages)
+
+    for record, advantages in zip(rollouts, expected_advantages, strict=True):
+        assert record["advantage"] == pytest.approx(advantages[0], rel=1e-4, abs=1e-6)
+    for batch in batches:
+        for row, token_advantages in zip(batch.rows, np.array(batch.advantages), strict=True):
+            turns = rollouts[row]["own"]
+            turn_lengths = [end - begin for begin, end in turns]
+            expected = np.repeat(expected_advantages[row], turn_lengths)
+            num_tokens = len(expected)
+            np.testing.assert_allclose(
+                token_advantages[:num_tokens], expected, rtol=1e-4, atol=1e-6
+            )
+            assert (token_advantages[num_tokens:] == 0).all()
 
 
-def test_chat_plays_held_out_episodes_of_a_run_a_task_or_an_environment(tmp_path, world, capsys):
-    run = start(tmp_path, env=f"{world}:Warmer", steps=1, max_tokens=64)
+def test_a_turn_reward_that_is_not_a_number_ends_the_run_with_a_message(
+    tmp_path, environments_file
+):
+    run = start_run(tmp_path, env=f"{environments_file}:TextReward", steps=1)
+    expected_text = "environment TextReward: get_reward returned 'near' for a turn; return a number"
+    assert expected_text in catch_message(run.fit)
+
+
+def test_rows_that_only_name_an_environment_get_the_prompt_of_the_environment(
+    tmp_path, environments_file
+):
+    """
+    The file is one module, so that rewards can check the class of an environment. Evaluations reset
+    with other seeds, because no prompt is held out.
+    """
+    rows = [{"environment": ("door", "well", "gate")[number % 3]} for number in range(20)]
+    file = environments_file
+    run = start_run(
+        tmp_path,
+        data=write_log(tmp_path / "data.jsonl", rows),
+        env=f"door={file}:Door,well={file}:Well,gate={file}:Door",
+        reward=[f"{file}:depth_of_wells"],
+        batch=8,
+        groups=2,
+        steps=1,
+        eval_every=1,
+        eval_limit=4,
+        max_tokens=16,
+    )
+    run.fit()
+    first_evaluation, _ = read_run_log(run, "eval")
+    assert first_evaluation["eval/num"] == 4
+
+    rollouts = read_run_log(run, "rollouts")
+    num_wells = 0
+    for record in rollouts:
+        rewards = record["rewards"]
+        is_well = record["prompt"].startswith("Lower")
+        num_wells += is_well
+        depth = float(record["prompt"].split()[-1].removesuffix(".")) if is_well else None
+        assert rewards["depth_of_wells"] == depth
+        assert (rewards["Well"] is None) == (not is_well)
+        assert (rewards["Door"] is None) == is_well
+    assert 0 < num_wells < len(rollouts)
+
+
+def test_chat_plays_held_out_episodes_of_a_run_or_an_environment(
+    tmp_path, environments_file, capsys
+):
+    environment = f"{environments_file}:Warmer"
+    run = start_run(tmp_path, env=environment, steps=1, max_tokens=64)
     run.fit()
     run.save()
     capsys.readouterr()
-    for flags in (["--run", str(run.dir)], ["--model", "demo:tools", "--env", f"{world}:Warmer"]):
+    for flags in (["--run", str(run.dir)], ["--model", "demo:tools", "--env", environment]):
         chat.main([*flags, "--num", "6", "--max-tokens", "80", "--temp", "0"])
-        said = capsys.readouterr().out.splitlines()
-        assert said.count("[user] I think of a number from 1 to 20. Find it.") == 6
-        called = [
-            place for place, line in enumerate(said) if line.startswith("calls guess(number=")
+        lines = capsys.readouterr().out.splitlines()
+        assert lines.count("[user] I think of a number from 1 to 20. Find it.") == 6
+        assert sum("] reward " in line for line in lines) == 6
+        next_lines = [
+            next_line
+            for line, next_line in zip(lines, [*lines[1:], ""], strict=True)
+            if line.startswith("calls guess(number=")
         ]
-        assert called and all(said[place + 1].startswith("guess replies: ") for place in called)
-        assert sum("] reward " in line for line in said) == 6
+        assert next_lines
+        assert all(line.startswith("guess replies: ") for line in next_lines)
 
 
-def test_chat_gives_a_prompt_the_tools_of_its_flags(capsys):
-    flags = [
-        "--model",
-        "demo:tools",
-        "--prompt",
-        "What is 12 * 13 + 100?",
-        "--max-tokens",
-        "40",
-        "--num",
-        "2",
-    ]
-    chat.main([*flags, "--tools", "tasks.calculator:calculator"])
-    said = capsys.readouterr().out.splitlines()
-    assert said.count("[user] What is 12 * 13 + 100?") == 2
-    assert sum(line in ("[stop]", "[length]", "[turns]") for line in said) == 2
+def test_chat_answers_a_prompt_with_the_tools_of_the_flags(capsys):
+    prompt = "What is 12 * 13 + 100?"
+    flags = "--model demo:tools --max-tokens 40 --num 2 --tools tasks.calculator:calculator"
+    chat.main([*flags.split(), "--prompt", prompt])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count(f"[user] {prompt}") == 2
+    assert sum(line in ("[stop]", "[length]", "[turns]") for line in lines) == 2
 
 
 @pytest.mark.parametrize("main", [evaluate.main, chat.main])
 @pytest.mark.parametrize("task", ["calculator", "guess"])
-def test_a_task_is_evaluated_and_played_with_the_model_that_a_training_takes(capsys, main, task):
-    main(
-        ["--task", task, "--max-tokens", "8", *(["--limit", "2"] if main is evaluate.main else [])]
-    )
-    trained, said = (
-        resolve_settings({"task": task}, None, None, model_choice.choose_model_and_reason)[
-            0
-        ].model.name,
-        capsys.readouterr(),
-    )
-    assert f"model: {trained}, the model of the task" in said.err
-    assert main is chat.main or json.loads(said.out.splitlines()[-1])["eval/num"] == 2
-    assert model_choice.choose_model_and_reason("smollm2", None, trained) == (
-        "smollm2",
-        "as requested",
-    )
+def test_evaluate_and_chat_use_the_model_that_a_training_on_the_task_would_use(capsys, main, task):
+    limit = ["--limit", "2"] if main is evaluate.main else []
+    main(["--task", task, "--max-tokens", "8", *limit])
+    output = capsys.readouterr()
+    config, _ = resolve_settings({"task": task}, None, None, model_choice.choose_model_and_reason)
+    model = config.model.name
+    assert f"model: {model}, the model of the task" in output.err
+    if main is evaluate.main:
+        assert json.loads(output.out.splitlines()[-1])["eval/num"] == 2
+
+    choice = model_choice.choose_model_and_reason("smollm2", None, model)
+    assert choice == ("smollm2", "as requested")

@@ -1,4 +1,4 @@
-"""What an unknown flag or setting is answered with: TRL's and PEFT's names by a table, others by their spelling."""
+"""The hints for unknown flags and settings: a table has the names of TRL and PEFT."""
 
 import re
 
@@ -18,54 +18,50 @@ from text import foreign_names
 KINDS = {"same", "renamed", "not needed", "missing"}
 
 
-def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
-    of_training = {"--loss", "--resume", "--run-dir", "--eval-data", *map(flags.flag_of, SETTINGS)}
-    commands = {"--samples", "--export", "--fuse", *of_training}
-    for name, kind, hint in (
-        (name, *row)
-        for rows in foreign_names.load_foreign_names().values()
-        for name, row in rows.items()
-    ):
+def test_the_hint_for_a_foreign_name_comes_from_the_table_and_not_from_the_spelling():
+    train_flags = {"--loss", "--resume", "--run-dir", "--eval-data", *map(flags.flag_of, SETTINGS)}
+    all_flags = {"--samples", "--export", "--fuse", *train_flags}
+    table_rows = []
+    for rows in foreign_names.load_foreign_names().values():
+        table_rows += [(name, kind, hint) for name, (kind, hint) in rows.items()]
+    assert {kind for _, kind, _ in table_rows} == KINDS
+
+    for name, kind, hint in table_rows:
         flags_in_hint = set(re.findall("`(--[a-z-]+)", hint))
-        assert flags_in_hint <= commands, f"{name}: a flag that nobody has"
+        assert flags_in_hint <= all_flags, f"{name}: no command has this flag"
         assert (kind == "same") == (name in SETTINGS), name
-        if kind != "same":
-            answer = foreign_names.hint_on_unknown_name(flags.flag_of(name), sorted(of_training))
-            assert (
-                name in answer and "did you mean" not in answer and hint.replace("`", "") in answer
-            )
-            assert kind != "renamed" or flags_in_hint or hint[0].isupper() or name == "callbacks", (
-                f"{name}: what to write"
-            )
-    assert {
-        kind for rows in foreign_names.load_foreign_names().values() for kind, _ in rows.values()
-    } == KINDS
+        if kind == "same":
+            continue
+        message = foreign_names.hint_on_unknown_name(flags.flag_of(name), sorted(train_flags))
+        assert name in message
+        assert "did you mean" not in message
+        assert hint.replace("`", "") in message
+        if kind == "renamed" and name != "callbacks":
+            assert flags_in_hint or hint[0].isupper(), f"{name}: no replacement"
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "ours"),
+    ("name", "value", "expected"),
     [
         ("scale_rewards", "False", "none"),
         ("scale_rewards", "true", "group"),
         ("report_to", "none", []),
         ("loss_type", "nll", "sft"),
-        ("learning_rate", "1e-4", 1e-4),  # which YAML reads as a text
+        ("learning_rate", "1e-4", 1e-4),  # YAML reads it as a string
         ("learning_rate", 1e-4, 1e-4),
         ("reward", "length:9", ["length:9"]),
     ],
 )
-def test_values_of_trl_are_taken_in_a_flag_with_underscores_and_in_a_recipe(
-    tmp_path, name, value, ours
-):
-    rest = {"data": "mine.jsonl"} if ours == "sft" else {}
-    written = {"False": False, "true": True}.get(value, value)
-    assert checks.check_settings(rest | {name: written}).to_flags()[name] == ours
-    assert (
-        checks.check_settings(
-            rest | sources.settings_from_flags(parse_flags([f"--{name}", str(value)]))
-        ).to_flags()[name]
-        == ours
-    )
+def test_flags_with_underscores_and_recipes_accept_values_of_trl(tmp_path, name, value, expected):
+    other_settings = {"data": "mine.jsonl"} if expected == "sft" else {}
+
+    recipe_value = {"False": False, "true": True}.get(value, value)
+    config = checks.check_settings(other_settings | {name: recipe_value})
+    assert config.to_flags()[name] == expected
+
+    settings = sources.settings_from_flags(parse_flags([f"--{name}", str(value)]))
+    config = checks.check_settings(other_settings | settings)
+    assert config.to_flags()[name] == expected
 
 
 SCRIPT = """
@@ -83,33 +79,42 @@ args = GRPOConfig(output_dir="out", run_name="a b", learning_rate=RATE, per_devi
                   max_grad_norm=1.0, weight_decay=0.1, adam_beta2=0.99, top_k=pick(), bf16=True)
 GRPOTrainer(model=MODEL, reward_funcs=[right], args=args, train_dataset=dataset,
             peft_config=LoraConfig(r=32, lora_alpha=64, target_modules=["q_proj", "k_proj", "v_proj"]))
-raise SystemExit("nothing of it is run")
+raise SystemExit("Gwen reads the script and never runs it")
 """
-RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: true\nmax_steps: 7\nodd: 3\n"
-RECIPE += "dataset_name: 5\n'': 3\n"
+RECIPE = """\
+model_name_or_path: demo
+learning_rate: 1e-5
+lora_r: 8
+use_peft: true
+max_steps: 7
+odd: 3
+dataset_name: 5
+'': 3
+"""
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "ours", "left"),
+    ("name", "text", "expected_settings", "commented"),
     [
         (
             "grpo.py",
             SCRIPT,
             {
+                "model": "Qwen/Qwen2-0.5B",
                 "data": "openai/gsm8k:main:train",
                 "batch": 4,
                 "groups": 8,
                 "max_tokens": 200,
                 "learning_rate": 2e-5,
-            }
-            | {
                 "lora_rank": 32,
                 "lora_scale": 2.0,
                 "lora_targets": ["qkv_proj"],
                 "checkpoint_layers": "on",
-            }
-            | {"adam_beta2": 0.99, "max_grad_norm": 1.0, "weight_decay": 0.1}
-            | {"model": "Qwen/Qwen2-0.5B", "scale_rewards": "none"},
+                "adam_beta2": 0.99,
+                "max_grad_norm": 1.0,
+                "weight_decay": 0.1,
+                "scale_rewards": "none",
+            },
             "bf16 loss_type num_train_epochs reward_funcs temperature top_k",
         ),
         (
@@ -123,8 +128,12 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "model_name_or_path: smollm2\nuse_peft: true\nlearning_rate: 2e-5\nwarmup_ratio: 0.1\nnum_train_epochs: 1\n"
             "reward_funcs: [accuracy_reward, mine.short]\nreward_weights: [1, 0.5]\nsave_strategy: 'no'\n"
             "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
-            {"model": "smollm2", "learning_rate": 2e-5, "reward": ["AT/mine.py:short"]}
-            | {"reward_weights": {"short": 0.5}},
+            {
+                "model": "smollm2",
+                "learning_rate": 2e-5,
+                "reward": ["AT/mine.py:short"],
+                "reward_weights": {"short": 0.5},
+            },
             "gradient_checkpointing_kwargs learning_rate num_train_epochs reward_funcs save_strategy warmup_ratio",
         ),
         (
@@ -142,8 +151,11 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             {
                 "reward": ["AT/rewards.py:right", "AT/mine.py:short"],
                 "reward_weights": {"right": 1, "short": 0.5},
-            }
-            | {"warmup_steps": 2, "steps": 10, "lora_rank": 8, "lora_scale": 1.0},
+                "warmup_steps": 2,
+                "steps": 10,
+                "lora_rank": 8,
+                "lora_scale": 1.0,
+            },
             "datasets reward target_modules",
         ),
         (
@@ -155,8 +167,9 @@ RECIPE += "dataset_name: 5\n'': 3\n"
                 "reward_weights": {"short": 2},
                 "warmup_steps": 1,
                 "steps": 3,
-            }
-            | {"data": "AT/mine.py", "lora_rank": 0},
+                "data": "AT/mine.py",
+                "lora_rank": 0,
+            },
             "reward_funcs",
         ),
         (
@@ -170,8 +183,10 @@ RECIPE += "dataset_name: 5\n'': 3\n"
                 "data": "AT/mine.py",
                 "model": "demo",
                 "reward": ["AT/short.py:f"],
-            }
-            | {"lora_rank": 4, "lora_scale": 2.0, "eval_data": "a/b"},
+                "lora_rank": 4,
+                "lora_scale": 2.0,
+                "eval_data": "a/b",
+            },
             "** .map reward",
         ),
         (
@@ -223,42 +238,48 @@ RECIPE += "dataset_name: 5\n'': 3\n"
         ),
     ],
 )
-def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(
-    tmp_path, capsys, name, text, ours, left
+def test_a_file_of_trl_becomes_a_recipe_with_comments_on_settings_without_equivalents(
+    tmp_path, capsys, name, text, expected_settings, commented
 ):
     (tmp_path / name).write_text(text)
     (tmp_path / "mine.py").touch()
     train.main(["--from-trl", str(tmp_path / name)])
     recipe = capsys.readouterr().out
-    assert yaml.safe_load(recipe.replace(str(tmp_path), "AT")) == ours
-    assert ("['q_proj', 'v_proj'] -> refused: --lora-targets names q_proj" in recipe) == (
-        name == "rewards.py"
-    )
-    is_sft = ours.get("loss_type") == "sft"
-    always = ["target_kl"] * (not is_sft) + ["learning_rate"] * ("learning_rate" not in text)
-    assert sorted(re.findall(r"^# ([\w.*()]+): ", recipe, re.M)) == sorted(left.split() + always)
+    assert yaml.safe_load(recipe.replace(str(tmp_path), "AT")) == expected_settings
+
+    # the settings that the comments name
+    expected_names = commented.split()
+    if expected_settings.get("loss_type") != "sft":
+        expected_names.append("target_kl")
+    if "learning_rate" not in text:
+        expected_names.append("learning_rate")
+    assert sorted(re.findall(r"^# ([\w.*()]+): ", recipe, re.M)) == sorted(expected_names)
+
+    # the text of some comments
+    refuses_targets = "['q_proj', 'v_proj'] -> refused: --lora-targets names q_proj" in recipe
+    assert refuses_targets == (name == "rewards.py")
     if name == "grpo.py":
         assert recipe.startswith("# uv run train.py --config THIS --run-dir 'runs/a b'\n")
-        assert re.search(
-            r"^# temperature: 'TEMPERATURE' -> computed: .*`temp: VALUE`", recipe, re.M
-        )
-        assert "\nweight_decay: 0.1\n" in recipe and "loss_type: 'bnpo' -> missing: " in recipe
+        pattern = r"^# temperature: 'TEMPERATURE' -> computed: .*`temp: VALUE`"
+        assert re.search(pattern, recipe, re.M)
+        assert "\nweight_decay: 0.1\n" in recipe
+        assert "loss_type: 'bnpo' -> missing: " in recipe
     if name == "computed.py":
-        assert (
-            "# lora_alpha: '2 * RANK' -> renamed: `--lora-scale`, which is alpha / rank" in recipe
-        )
+        comment = "# lora_alpha: '2 * RANK' -> renamed: `--lora-scale`, which is alpha / rank"
+        assert comment in recipe
     if name == "habits.yaml":
+        comment = (
+            "# learning_rate: 2e-05 is low for this model: recipes/own-small.yaml has 0.0004\n"
+        )
+        assert comment in recipe
         assert "# reward_funcs: ['accuracy_reward'] -> renamed: " in recipe
         assert "refused" not in recipe
-        assert (
-            "# learning_rate: 2e-05 is low for this model: recipes/own-small.yaml has 0.0004\n"
-            in recipe
-        )
-    (tmp_path / "ours.yaml").write_text(recipe)
-    checks.check_settings(sources.load_recipe(tmp_path / "ours.yaml"))
+
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    checks.check_settings(sources.load_recipe(tmp_path / "recipe.yaml"))
 
 
-def test_all_unknown_flags_are_told_in_one_line(capsys):
+def test_one_line_names_all_unknown_flags(capsys):
     with pytest.raises(SystemExit):
         parse_flags(["--num-generations", "8", "--beta", "0.1", "--grups", "4", "--use-vllm"])
     output = capsys.readouterr().err
@@ -266,69 +287,66 @@ def test_all_unknown_flags_are_told_in_one_line(capsys):
     assert output.index("--num-generations") < output.index("--grups") < output.index("--use-vllm")
 
 
-def test_a_recipe_and_a_program_are_answered_like_a_flag():
-    message = r"'num_generations'; .*--groups.*'zebra'; .*--help-all"
-    with pytest.raises(ValueError, match=message):
+def test_recipes_and_programs_get_the_same_hints_as_flags():
+    pattern = r"'num_generations'; .*--groups.*'zebra'; .*--help-all"
+    with pytest.raises(ValueError, match=pattern):
         sources.refuse_unknown_settings({"num_generations": 8, "zebra": 8})
-    with pytest.raises(
-        ValueError,
-        match=r"x: 5 settings are unknown: 'a', 'b', 'c', 'd', 'e'; .*--from-trl FILE",
-    ):
+
+    # a recipe with many unknown names gets one hint, a program one per name
+    pattern = r"x: 5 settings are unknown: 'a', 'b', 'c', 'd', 'e'; .*--from-trl FILE"
+    with pytest.raises(ValueError, match=pattern):
         sources.refuse_unknown_settings("abcde", "x: ")
     with pytest.raises(ValueError, match=r"'a'; .*'e'; .*--help-all"):
-        sources.refuse_unknown_settings("abcde")  # of a program each is answered
-    with pytest.raises(
-        ValueError,
-        match=r"'curriculum'; .*epochs",
-    ):
+        sources.refuse_unknown_settings("abcde")
+
+    with pytest.raises(ValueError, match=r"'curriculum'; .*epochs"):
         sources.refuse_unknown_settings({"curriculum": True})
 
 
-def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
-    assert foreign_names.hint_on_unknown_name("--lora-alpha", ["--temp", "--seed"]) == ""
-    assert (
-        foreign_names.hint_on_unknown_name("--temperature", ["--temp", "--seed"])
-        == "TRL's temperature corresponds to --temp"
-    )
+def test_a_command_hints_only_at_flags_that_it_has():
+    command_flags = ["--temp", "--seed"]
+    assert foreign_names.hint_on_unknown_name("--lora-alpha", command_flags) == ""
+    hint = foreign_names.hint_on_unknown_name("--temperature", command_flags)
+    assert hint == "TRL's temperature corresponds to --temp"
 
 
-def test_the_command_that_goes_on_has_the_extras_of_the_run_and_its_place(tmp_path, monkeypatch):
+def test_the_command_that_continues_a_run_has_the_extras_and_the_project_directory(
+    tmp_path, monkeypatch
+):
     config = checks.check_settings({"model": "smollm2", "task": "rg:lcm", "report_to": "wandb"})
-    assert (
-        sources.command_prefix_with_extras(config.to_flags())
-        == "uv run --extra smollm --extra tasks --extra wandb train.py"
-    )
-    assert sources.command_prefix_with_extras({"model": "demo"}, "report.py") == "uv run report.py"
+    command = sources.command_prefix_with_extras(config.to_flags())
+    assert command == "uv run --extra smollm --extra tasks --extra wandb train.py"
+    command = sources.command_prefix_with_extras({"model": "demo"}, "report.py")
+    assert command == "uv run report.py"
+
     monkeypatch.chdir(tmp_path)
-    assert (
-        sources.command_prefix_with_extras({"model": "demo"})
-        == f"uv run --project {ROOT} {ROOT / 'train.py'}"
-    )
+    command = sources.command_prefix_with_extras({"model": "demo"})
+    assert command == f"uv run --project {ROOT} {ROOT / 'train.py'}"
 
 
-# ---- projections by the names of a checkpoint
+# ---- names of projections
 
 
-def test_the_parts_of_projections_are_those_of_checkpoints():
-    assert {
-        fused.rpartition(".")[2]: tuple(part.rpartition(".")[2] for part in parts)
-        for fused, parts in hub.FUSED.items()
-    } == PARTS
+def test_the_parts_of_projections_have_the_names_of_checkpoints():
+    def last_part(name):
+        return name.rpartition(".")[2]
+
+    parts_by_projection = {
+        last_part(projection): tuple(map(last_part, parts))
+        for projection, parts in hub.FUSED.items()
+    }
+    assert parts_by_projection == PARTS
 
 
-def test_projections_may_be_named_as_in_a_checkpoint():
+def test_lora_targets_may_have_the_names_of_a_checkpoint():
     assert resolve_lora_targets(["all-linear"]) == list(TARGETS)
-    targets = resolve_lora_targets(
-        "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
-    )
-    assert targets == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    assert resolve_lora_targets(["down_proj", "up_proj", "gate_proj"]) == [
-        "gate_up_proj",
-        "down_proj",
-    ]
-    assert checks.check_settings(
-        {"lora_targets": ["v_proj", "q_proj", "k_proj"]}
-    ).model.lora_targets == ["qkv_proj"]
-    assert "--lora-targets is 5; it must be a list of strings" in catch_message(
-        checks.check_settings, {"lora_targets": 5}
-    )
+    names = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    assert resolve_lora_targets(names) == targets
+    names = ["down_proj", "up_proj", "gate_proj"]
+    assert resolve_lora_targets(names) == ["gate_up_proj", "down_proj"]
+
+    config = checks.check_settings({"lora_targets": ["v_proj", "q_proj", "k_proj"]})
+    assert config.model.lora_targets == ["qkv_proj"]
+    message = catch_message(checks.check_settings, {"lora_targets": 5})
+    assert "--lora-targets is 5; it must be a list of strings" in message

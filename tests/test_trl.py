@@ -1,9 +1,9 @@
 """
-The same step in TRL: its own loss on given log-probabilities, and its own loss and gradient on a whole model. Its
-names, and a whole run of its own beside ours.
+Gwen's loss and gradient against TRL's, on given log-probabilities and on a whole model.
 
-`uv run --group trl pytest tests/test_trl.py`. For one step TRL's trainer is not
-built, which would take a data set and a processor: its methods are called on an object that has what they read.
+Also compares the table of foreign names with TRL's settings. Run this file with
+`uv run --group trl pytest tests/test_trl.py`. TRL's trainer itself would need a data set and a
+processor. Therefore its methods are called on an object that has the attributes that they read.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ from test_grpo import (
     LOSSES,
     WIDE,
     array,
-    ours,
 )
+from test_grpo import ours as gwen_loss
 
 import gwen
 from config import Config, MemoryDependentSizes
@@ -45,12 +45,11 @@ trl = pytest.importorskip("trl", reason=why("trl"))
 torch = pytest.importorskip("torch", reason=why("torch"))
 
 
-def trainer(case, **settings):
-    """What `GRPOTrainer._compute_loss` reads, for one step that is one micro-batch."""
+def make_fake_trainer(case, **settings):
+    """The attributes that `GRPOTrainer._compute_loss` reads, for a step of one micro-batch."""
     from accelerate import Accelerator
 
-    loss = settings.get("loss_type", "dapo")
-    self = SimpleNamespace(
+    trainer = SimpleNamespace(
         accelerator=Accelerator(cpu=True),
         args=SimpleNamespace(
             delta=None,
@@ -61,7 +60,7 @@ def trainer(case, **settings):
         ),
         model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
-        loss_type=loss,
+        loss_type=settings.get("loss_type", "dapo"),
         importance_sampling_level=settings.get("importance_sampling_level", "token"),
         epsilon_low=settings.get("epsilon", 0.2),
         epsilon_high=settings.get("epsilon_high", 0.2),
@@ -75,53 +74,55 @@ def trainer(case, **settings):
         aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
     )
-    self.get_high_entropy_mask = lambda *args: trl.GRPOTrainer.get_high_entropy_mask(self, *args)
-    return self
-
-
-def inputs(case, **settings):
-    """A batch as TRL's `_generate_and_score_completions` hands it on."""
-    empty = torch.zeros((len(case.mask), 0), dtype=torch.long)
-    named = dict(
-        advantages=case.advantages,
-        old_per_token_logps=case.old,
-        ref_per_token_logps=case.ref,
-        completion_mask=case.mask,
-        num_items_in_batch=case.mask.sum(),
+    trainer.get_high_entropy_mask = lambda *args: trl.GRPOTrainer.get_high_entropy_mask(
+        trainer, *args
     )
-    return {name: torch.tensor(value) for name, value in named.items()} | {
-        "prompt_ids": empty,
-        "prompt_mask": empty,
+    return trainer
+
+
+def make_trl_batch(case):
+    """A batch as TRL's `_generate_and_score_completions` returns it, with empty prompts."""
+    no_ids = torch.zeros((len(case.mask), 0), dtype=torch.long)
+    return {
+        "advantages": torch.tensor(case.advantages),
+        "old_per_token_logps": torch.tensor(case.old),
+        "ref_per_token_logps": torch.tensor(case.ref),
+        "completion_mask": torch.tensor(case.mask),
+        "num_items_in_batch": torch.tensor(case.mask.sum()),
+        "prompt_ids": no_ids,
+        "prompt_mask": no_ids,
         "completion_ids": torch.zeros(case.mask.shape, dtype=torch.long),
     }
 
 
-def theirs(case, **settings):
-    """TRL's loss of the case and its gradient, in float64."""
-    self, new = trainer(case, **settings), torch.tensor(case.new, requires_grad=True)
-    self._get_per_token_logps_and_entropies = lambda *_, **__: (
-        new,
-        torch.zeros(case.new.shape),
-        None,
-    )
-    loss = trl.GRPOTrainer._compute_loss(self, None, inputs(case, **settings))
+def trl_loss_and_gradient(case, **settings):
+    """TRL's loss of the case, and the gradient by the log-probabilities, in float64."""
+    trainer = make_fake_trainer(case, **settings)
+    logprobs = torch.tensor(case.new, requires_grad=True)
+    entropies = torch.zeros(case.new.shape)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, entropies, None)
+    loss = trl.GRPOTrainer._compute_loss(trainer, None, make_trl_batch(case))
     loss.backward()
-    return loss.item(), new.grad.numpy()
+    return loss.item(), logprobs.grad.numpy()
+
+
+def gwen_loss_and_gradient(case, **settings):
+    """Gwen's loss of the case, and the gradient by the log-probabilities, in float32."""
+    loss_of = mx.value_and_grad(lambda new: gwen_loss(case, new, **settings))
+    loss, gradient = loss_of(array(case.new))
+    return loss.item(), np.array(gradient)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_loss_and_gradient_equal_trl_s(loss, level):
-    for case, bounds, kl in itertools.product(
-        (CASE, WIDE, FROZEN_CASE), BOUNDS.get(loss, CLIPS), KLS
-    ):
+def test_loss_and_gradient_equal_those_of_trl(loss, level):
+    cases = (CASE, WIDE, FROZEN_CASE)
+    for case, bounds, kl in itertools.product(cases, BOUNDS.get(loss, CLIPS), KLS):
         settings = {"loss_type": loss, "importance_sampling_level": level} | bounds | kl
-        expected, gradient = theirs(case, **settings)
-        value, grad = mx.value_and_grad(lambda new, c=case, s=settings: ours(c, new, **s))(
-            array(case.new)
-        )
-        assert value.item() == pytest.approx(expected, abs=1e-6), settings
-        np.testing.assert_allclose(np.array(grad), gradient, atol=1e-6, err_msg=str(settings))
+        trl_loss, trl_gradient = trl_loss_and_gradient(case, **settings)
+        value, gradient = gwen_loss_and_gradient(case, **settings)
+        assert value == pytest.approx(trl_loss, abs=1e-6), settings
+        np.testing.assert_allclose(gradient, trl_gradient, atol=1e-6, err_msg=str(settings))
 
 
 @pytest.mark.parametrize(
@@ -130,23 +131,27 @@ def test_loss_and_gradient_equal_trl_s(loss, level):
     ids=str,
 )
 @pytest.mark.parametrize("level", LEVELS)
-def test_on_policy_the_gradient_at_a_border_of_the_range_is_twice_trl_s(level, bounds):
-    """PyTorch divides a minimum's gradient between equal sides, and its clamp has none there."""
-    case, settings = (
-        CASE._replace(old=CASE.new),
-        {"loss_type": "dapo", "importance_sampling_level": level} | bounds,
-    )
-    expected, gradient = theirs(case, **settings)
-    value, grad = mx.value_and_grad(lambda new: ours(case, new, **settings))(array(case.new))
-    assert value.item() == pytest.approx(expected, abs=1e-6) and np.abs(gradient).max() > 0.01
-    np.testing.assert_allclose(np.array(grad), 2 * gradient, atol=1e-6)
+def test_on_policy_the_gradient_at_a_clip_bound_is_twice_that_of_trl(level, bounds):
+    """
+    For equal arguments, PyTorch halves the gradient of a minimum. The gradient of its clamp is 0 at
+    a bound.
+    """
+    case = CASE._replace(old=CASE.new)
+    settings = {"loss_type": "dapo", "importance_sampling_level": level} | bounds
+    trl_loss, trl_gradient = trl_loss_and_gradient(case, **settings)
+    loss, gradient = gwen_loss_and_gradient(case, **settings)
+    assert loss == pytest.approx(trl_loss, abs=1e-6)
+    assert np.abs(trl_gradient).max() > 0.01
+    np.testing.assert_allclose(gradient, 2 * trl_gradient, atol=1e-6)
 
 
-@pytest.mark.parametrize(("settings", "expected", "gradient"), FROZEN)
-def test_the_frozen_cases_are_trl_s(settings, expected, gradient):
-    loss, grad = theirs(FROZEN_CASE, **settings)
-    assert loss == pytest.approx(expected, abs=1e-7)
-    np.testing.assert_allclose(grad[1], gradient, atol=1e-7)
+@pytest.mark.parametrize(("settings", "expected_loss", "expected_gradient"), FROZEN)
+def test_the_frozen_cases_have_the_losses_and_gradients_of_trl(
+    settings, expected_loss, expected_gradient
+):
+    loss, gradient = trl_loss_and_gradient(FROZEN_CASE, **settings)
+    assert loss == pytest.approx(expected_loss, abs=1e-7)
+    np.testing.assert_allclose(gradient[1], expected_gradient, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -158,10 +163,11 @@ def test_the_frozen_cases_are_trl_s(settings, expected, gradient):
     ],
     ids=str,
 )
-def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
+def test_loss_and_gradient_of_a_whole_model_equal_those_of_trl(checkpoints, settings):
     """
-    The same random Qwen3 in transformers and here, the same prompts and completions, all weights in training: TRL's own
-    log-probabilities at temperature 0.8, with padding on both sides as it has it, against ours with none on the left.
+    A random Qwen3 in transformers and in Gwen gets the same prompts and completions, and all
+    weights train. TRL computes log-probabilities at temperature 0.8 with padding on both sides,
+    Gwen with padding on the right only.
     """
     import transformers
 
@@ -169,58 +175,75 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
     case = oracle.make_case([6, 2, 4, 5], 6, seed=3)
     completions = np.random.default_rng(1).integers(3, 320, case.mask.shape)
 
+    # Gwen
     model = gwen.load_model(checkpoints["qwen3"], mx.float32)
     model.freeze()
     model.unfreeze()
-    ids = [row[mask > 0].tolist() for row, mask in zip(completions, case.mask, strict=True)]
-    samples = [
-        Sample(prompt, its, range(len(its)), 0, old[: len(its)], advantage=float(advantage))
-        for prompt, its, old, advantage in zip(prompts, ids, case.old, case.advantages, strict=True)
+    samples = []
+    for row, prompt in enumerate(prompts):
+        response_ids = completions[row][case.mask[row] > 0].tolist()
+        num_tokens = len(response_ids)
+        samples.append(
+            Sample(
+                prompt,
+                response_ids,
+                range(num_tokens),
+                0,
+                case.old[row][:num_tokens],
+                advantage=float(case.advantages[row]),
+            )
+        )
+    batches = [
+        batch._replace(old_logprobs=batch.sampled_logprobs)
+        for batch in make_batches(samples, 20, "off")
     ]
-    batches = make_batches(samples, 20, "off")
-    step_loss = StepLoss(
-        Config.from_flags(temp=0.8, lora_rank=0, **settings), MemoryDependentSizes(4, 20, 0)
-    )
-    batches = [b._replace(old_logprobs=b.sampled_logprobs) for b in batches]  # of the case
+    config = Config.from_flags(temp=0.8, lora_rank=0, **settings)
+    step_loss = StepLoss(config, MemoryDependentSizes(4, 20, 0))
 
-    def loss_of(model):
+    def total_loss(model):
         return sum(step_loss.compute_batch_loss(model, batch).loss for batch in batches)
 
-    value, grads = nn.value_and_grad(model, loss_of)(model)
-    ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
+    loss, gradient_tree = nn.value_and_grad(model, total_loss)(model)
+    gradients = hub.unfuse_weights(dict(tree_flatten(gradient_tree)), model.config)
 
+    # TRL
     torch_model = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoints["qwen3"], dtype=torch.float32
     ).train()
-    self = trainer(case, **settings)
+    trainer = make_fake_trainer(case, **settings)
     trl.trainer.utils.add_fused_lm_head(
         torch_model, temperature=0.8, outputs=("log_probs", "entropy")
     )
-    self._get_per_token_logps_and_entropies = lambda *args, **named: (
-        trl.GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **named)
+    trainer._get_per_token_logps_and_entropies = lambda *args, **options: (
+        trl.GRPOTrainer._get_per_token_logps_and_entropies(trainer, *args, **options)
     )
     width = max(map(len, prompts))
-    given = inputs(case) | {
-        "prompt_ids": torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
-        "prompt_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
+    paddings = [[0] * (width - len(prompt)) for prompt in prompts]
+    prompt_ids = [pad + prompt for pad, prompt in zip(paddings, prompts, strict=True)]
+    prompt_mask = [pad + [1] * (width - len(pad)) for pad in paddings]
+    trl_batch = make_trl_batch(case) | {
+        "prompt_ids": torch.tensor(prompt_ids),
+        "prompt_mask": torch.tensor(prompt_mask),
         "completion_ids": torch.tensor(completions),
         "completion_mask": torch.tensor(case.mask).long(),
     }
-    loss = trl.GRPOTrainer._compute_loss(self, torch_model, given)
-    loss.backward()
-    assert value.item() == pytest.approx(loss.item(), abs=1e-6)
-    theirs = {name: p.grad.numpy() for name, p in torch_model.named_parameters()}
-    assert ours.keys() <= theirs.keys() | {"lm_head.weight"}
-    for name, gradient in theirs.items():
-        np.testing.assert_allclose(np.array(ours[name]), gradient, atol=1e-6, err_msg=name)
+    trl_loss = trl.GRPOTrainer._compute_loss(trainer, torch_model, trl_batch)
+    trl_loss.backward()
+    trl_gradients = {
+        name: parameter.grad.numpy() for name, parameter in torch_model.named_parameters()
+    }
+
+    assert loss.item() == pytest.approx(trl_loss.item(), abs=1e-6)
+    assert gradients.keys() <= trl_gradients.keys() | {"lm_head.weight"}
+    for name, gradient in trl_gradients.items():
+        np.testing.assert_allclose(np.array(gradients[name]), gradient, atol=1e-6, err_msg=name)
 
 
-def test_every_name_of_a_grpo_config_and_of_the_trainer_is_in_the_table_and_no_other():
-    table, own = foreign_names.load_foreign_names(), set(trl.GRPOConfig.__annotations__)
-    assert table["GRPOConfig"].keys() == own
-    assert (
-        table["TrainingArguments"].keys()
-        == {field.name for field in dataclasses.fields(trl.GRPOConfig)} - own
-    )
+def test_the_table_of_foreign_names_has_exactly_the_settings_of_trl():
+    table = foreign_names.load_foreign_names()
+    grpo_settings = set(trl.GRPOConfig.__annotations__)
+    all_settings = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    assert table["GRPOConfig"].keys() == grpo_settings
+    assert table["TrainingArguments"].keys() == all_settings - grpo_settings
     assert table["GRPOTrainer"].keys() == set(inspect.signature(trl.GRPOTrainer).parameters)
-    assert table["SFTConfig"].keys() == set(trl.SFTConfig.__annotations__) - own
+    assert table["SFTConfig"].keys() == set(trl.SFTConfig.__annotations__) - grpo_settings

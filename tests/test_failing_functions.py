@@ -1,4 +1,4 @@
-"""Users' functions that fail, hang or change the process: what Gwen says, and how the run goes on."""
+"""Users' functions that fail, hang or change the process: the messages, and how a run continues."""
 
 import contextlib
 import re
@@ -24,15 +24,16 @@ def score(completions, trainer_state, **_):
 @pytest.mark.parametrize(
     "value", ["1 / (1 - trainer_state.global_step)", "[1.0, 'x'][trainer_state.global_step]"]
 )
-def test_the_command_after_an_error_in_a_reward_works_once_the_reward_is_corrected(
+def test_the_command_in_the_error_message_of_a_reward_continues_the_run_after_a_correction(
     tmp_path, capsys, value
 ):
-    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file = tmp_path / "mine.py"
+    run = tmp_path / "run"
     file.write_text(FAILS_LATER.format(value=value))
     flags = f"--reward {file}:score --steps 2 --eval-every 0 --no-look --run-dir {run}"
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         train.main([*SMALL_FLAGS, *flags.split()])
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     command = f"uv run train.py --resume {run} --allow-changes"
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.endswith(f"saved after step 1, correct the function and continue with: {command}")
@@ -41,15 +42,15 @@ def test_the_command_after_an_error_in_a_reward_works_once_the_reward_is_correct
     assert f"{file} changed since step 1" in capsys.readouterr().err
 
 
-def test_an_error_in_a_file_with_a_users_loss_counts_as_that_of_a_users_function(tmp_path):
+def test_an_error_in_a_loss_of_the_user_gets_the_advice_for_functions_of_the_user(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def loss(tokens, objective):\n    return tokens.nothing\n")
     _, loss = functions.load_function("--loss-type", f"{file}:loss")
     run = make_run(tmp_path)
     run.save()
-    with pytest.raises(AttributeError) as raised:
+    with pytest.raises(AttributeError) as error_info:
         loss(None, None)
-    assert trainer.save_and_describe_stop(run, raised.value).endswith("--allow-changes")
+    assert trainer.save_and_describe_stop(run, error_info.value).endswith("--allow-changes")
     for error in (KeyError("a bug in Gwen"), ValueError("a full disk"), KeyboardInterrupt()):
         assert "--allow-changes" not in trainer.save_and_describe_stop(run, error)
 
@@ -57,39 +58,34 @@ def test_an_error_in_a_file_with_a_users_loss_counts_as_that_of_a_users_function
 # ---- the audit
 
 
-def audit_error(tmp_path, body):
-    (tmp_path / "mine.py").write_text(body)
+def error_of_audit(tmp_path, returned_expression):
+    """The message of the audit of a reward that returns this expression."""
+    text = f"def score(completions, **_):\n    return {returned_expression}\n"
+    (tmp_path / "mine.py").write_text(text)
     name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
     rows = [{"prompt": f"What is {n}?", "answer": str(n)} for n in range(11, 20)]
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError) as error_info:
         audit.audit_reward(name, reward, rows)
-    return str(raised.value)
+    return str(error_info.value)
 
 
 def test_the_audit_shows_the_completion_on_which_a_reward_fails(tmp_path):
-    line = audit_error(
-        tmp_path, "def score(completions, **_):\n    return [float(text) for text in completions]\n"
-    )
-    assert f"at {tmp_path}/mine.py:2" in line and "the answer '11'" in line
-    assert line.endswith("; the audit made up the completion 'The answer is 11.'")
+    message = error_of_audit(tmp_path, "[float(text) for text in completions]")
+    assert f"at {tmp_path}/mine.py:2" in message
+    assert "the answer '11'" in message
+    assert message.endswith("; the audit made up the completion 'The answer is 11.'")
 
 
 def test_the_audit_names_no_completion_if_a_reward_fails_only_on_several_at_once(tmp_path):
-    line = audit_error(
-        tmp_path, "def score(completions, **_):\n    return [1 / (len(completions) == 1)] * 2\n"
-    )
-    assert "the completion" in line, "it fails on each"
-    line = audit_error(
-        tmp_path,
-        "def score(completions, **_):\n"
-        "    return [1 / (len(completions) == 1) for _ in completions]\n",
-    )
-    assert line.endswith("the reward fails only if one call has all 30 completions")
+    message = error_of_audit(tmp_path, "[1 / (len(completions) == 1)] * 2")
+    assert "the completion" in message, "this reward fails on each completion"
+    message = error_of_audit(tmp_path, "[1 / (len(completions) == 1) for _ in completions]")
+    assert message.endswith("the reward fails only if one call has all 30 completions")
 
 
-# ---- what a function leaves behind
+# ---- functions that replace the output streams
 
-MUTES = """
+REPLACES_STREAMS = """
 import io, sys
 def score(completions, fails, **_):
     sys.stdout = sys.stderr = io.StringIO()
@@ -100,21 +96,22 @@ def score(completions, fails, **_):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_reward_that_replaces_the_output_streams_mutes_nothing_and_is_named_once(
+def test_the_streams_that_a_reward_replaces_are_restored_and_one_warning_names_the_reward(
     tmp_path, capsys, fails
 ):
-    (tmp_path / "mine.py").write_text(MUTES)
+    (tmp_path / "mine.py").write_text(REPLACES_STREAMS)
     name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
     streams = sys.stdout, sys.stderr
+    expected_error = pytest.raises(ValueError) if fails else contextlib.nullcontext()
     for _ in range(2):
-        with pytest.raises(ValueError) if fails else contextlib.nullcontext():
+        with expected_error:
             rewards.call_reward_on_rank0(name, reward, ["1?"], ["2"], {"fails": [fails]})
         assert (sys.stdout, sys.stderr) == streams
     (line,) = capsys.readouterr().err.splitlines()
     assert f"warning: the reward score ({tmp_path}/mine.py:3) replaced sys.stdout" in line
 
 
-def test_an_advantage_that_replaces_the_output_streams_mutes_nothing(tmp_path, capsys):
+def test_the_stream_that_an_advantage_function_replaces_is_restored(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "import io, sys\n"
         "def double(rewards):\n"
@@ -128,7 +125,7 @@ def test_an_advantage_that_replaces_the_output_streams_mutes_nothing(tmp_path, c
     assert "--advantage mine.py:double" in capsys.readouterr().err
 
 
-def test_a_tool_that_replaces_the_output_streams_mutes_no_later_line_of_the_run(tmp_path, capsys):
+def test_a_run_still_prints_lines_after_a_tool_replaces_the_output_streams(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "import io, sys\n"
         "def calculator(expression: str) -> str:\n"
@@ -137,14 +134,14 @@ def test_a_tool_that_replaces_the_output_streams_mutes_no_later_line_of_the_run(
         '    return "7"\n'
     )
     flags = "--model demo:tools --steps 1 --batch 4 --groups 4 --eval-every 0 --max-tokens 40"
-    files = f"--tools {tmp_path}/mine.py:calculator --run-dir {tmp_path}/run"
-    train.main([*flags.split(), *files.split(), "--no-look"])
-    printed = capsys.readouterr()
-    assert printed.err.count("warning: a tool or an environment replaced sys.stdout") == 1
-    assert "step 1/1 | " in printed.out
+    file_flags = f"--tools {tmp_path}/mine.py:calculator --run-dir {tmp_path}/run --no-look"
+    train.main([*flags.split(), *file_flags.split()])
+    output = capsys.readouterr()
+    assert output.err.count("warning: a tool or an environment replaced sys.stdout") == 1
+    assert "step 1/1 | " in output.out
 
 
-def test_a_reward_that_redirects_its_own_prints_works_as_before(tmp_path, capsys):
+def test_a_reward_may_redirect_prints_during_a_call(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "import contextlib, io\n"
         "def score(completions, **_):\n"
@@ -157,7 +154,7 @@ def test_a_reward_that_redirects_its_own_prints_works_as_before(tmp_path, capsys
     assert capsys.readouterr() == ("", "")
 
 
-# ---- a reward that executes answers
+# ---- a reward that runs answers as SQL
 
 PETS = "CREATE TABLE pets (name TEXT, age INT); INSERT INTO pets VALUES ('Ada', 3), ('Bo', 7);"
 NAMES = "SELECT name FROM pets WHERE age > 5"
@@ -172,12 +169,12 @@ def sql_reward(tmp_path):
     return rewards.load_reward(f"{tmp_path}/mine.py:right_rows")
 
 
-def test_the_page_s_reward_that_executes_sql_pays_for_right_rows_and_survives_hostile_queries(
+def test_the_sql_reward_of_the_page_rewards_right_rows_and_survives_hostile_queries(
     tmp_path, sql_reward
 ):
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n"
     slow = "SELECT count(*) FROM " + ", ".join(f"pets AS pets_{n}" for n in range(40))
-    queries = {
+    expected_rewards = {
         NAMES: 1.0,
         "SELECT 'Bo'": 1.0,
         "SELECT name FROM pets": 0.0,
@@ -192,23 +189,23 @@ def test_the_page_s_reward_that_executes_sql_pays_for_right_rows_and_survives_ho
         endless: 0.0,
         slow: 0.0,
     }
-    name, reward = sql_reward
+    queries = list(expected_rewards)
+    prompts = ["Who is older than five?"] * len(queries)
     columns = {"tables": [PETS] * len(queries), "answer": [NAMES] * len(queries)}
-    begin = time.monotonic()
-    values = rewards.call_reward_on_rank0(
-        name, reward, ["Who is older than five?"] * len(queries), list(queries), columns
-    )
-    assert dict(zip(queries, values, strict=True)) == queries
-    assert time.monotonic() - begin < 60 and not (tmp_path / "stolen").exists()
+    name, reward = sql_reward
+    start_time = time.monotonic()
+    values = rewards.call_reward_on_rank0(name, reward, prompts, queries, columns)
+    assert time.monotonic() - start_time < 60
+    assert dict(zip(queries, values, strict=True)) == expected_rewards
+    assert not (tmp_path / "stolen").exists()
 
 
-def test_the_audit_finds_that_the_page_s_reward_asks_for_the_query_alone(sql_reward):
-    ages = (2, 4, 6)
-    answers = [f"SELECT name FROM pets WHERE age > {age}" for age in ages]
-    rows = [
-        {"prompt": f"Older than {age}?", "answer": answer, "tables": PETS}
-        for age, answer in zip(ages, answers, strict=True)
-    ]
-    found = audit.audit_reward(*sql_reward, rows)
-    assert found.form == audit.ALONE
-    assert not any(line.name in ("an empty text", "the prompt") for line in found.surprises)
+def test_the_audit_finds_that_the_sql_reward_expects_a_query_without_other_text(sql_reward):
+    rows = []
+    for age in (2, 4, 6):
+        query = f"SELECT name FROM pets WHERE age > {age}"
+        rows.append({"prompt": f"Older than {age}?", "answer": query, "tables": PETS})
+    result = audit.audit_reward(*sql_reward, rows)
+    assert result.form == audit.ALONE
+    surprises = {line.name for line in result.surprises}
+    assert not surprises & {"an empty text", "the prompt"}

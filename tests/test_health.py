@@ -1,4 +1,4 @@
-"""Each illness on figures that show it, on figures that almost do, and in a run."""
+"""Each symptom on figures that show it, on figures that almost show it, and in runs."""
 
 import pytest
 from conftest import read_log
@@ -20,112 +20,115 @@ STEP = {
 }
 
 
-def steps_of(key, *values, then=(), num_then=5):
-    """Steps that differ in one figure: its values, then five times each further one."""
-    values = [*values, *(value for value in then for _ in range(num_then))]
-    return [STEP | {"step": number + 1, key: value} for number, value in enumerate(values)]
+def make_steps(metric, *values):
+    """Steps that differ in one metric, which has these values."""
+    return [STEP | {"step": number, metric: value} for number, value in enumerate(values, start=1)]
 
 
-def names(steps, has_gained=False):
-    return [finding.name for finding in health.find_symptoms(list(steps), has_gained)]
+def repeat_steps(metric, *values):
+    """Five steps for each of these values."""
+    return make_steps(metric, *(value for value in values for _ in range(5)))
 
 
-TOOLS = [
-    STEP | {"tools/calls": 10, "tools/failures": number}
-    for number in (9, 9, 9, 9, 9, 1, 1, 1, 1, 1)
-]
+def make_paced_steps(*last_seconds, **last_metrics):
+    """Six steps of about 10 seconds, and three last steps."""
+    steps = make_steps("step/s", 10.0, 11, 9, 10, 12, 10, *last_seconds)
+    return [*steps[:-3], *(step | last_metrics for step in steps[-3:])]
 
 
-def slow(*last, **last_three):
-    """Steps of a usual pace and three more."""
-    steps = steps_of("step/s", 10.0, 11, 9, 10, 12, 10, *last)
-    return [*steps[:-3], *(step | last_three for step in steps[-3:])]
+def make_steps_with_signal(*num_groups):
+    return make_steps("sampling/signal_groups", *num_groups)
 
 
-def signal(*groups):
-    return steps_of("sampling/signal_groups", *groups)
+def make_steps_with_control_token(fraction):
+    steps = repeat_steps(f"{health.CONTROL}</x>", fraction)
+    return [step | {TRUNCATED: fraction} for step in steps]
 
 
-STILL = {"update/kl": 0.0}
-SLOW = slow(31, 40, 33)
-CONTROL = f"{health.CONTROL}</x>"
-CONTROLS = {
-    share: [step | {TRUNCATED: share} for step in steps_of(CONTROL, *[share] * 5)]
-    for share in (0.6, 0.09)
-}
-LOST = steps_of("entropy", then=(1.0, 0.05))
-ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such that do not
-    ("no signal", (signal(3, 0, 0, 0, 0, 0),), (signal(0, 0, 0, 0, 1),)),
-    ("no signal", (signal(0, 0, 0, 0, 0),), (signal(0, 0, 0, 0),)),
+def stop_policy(steps):
+    """The same steps without a change of the policy."""
+    return [step | {"update/kl": 0.0} for step in steps]
+
+
+FAILING_TOOLS = [STEP | {"tools/calls": 10, "tools/failures": 9}] * 5
+WORKING_TOOLS = [STEP | {"tools/calls": 10, "tools/failures": 1}] * 5
+SLOW = make_paced_steps(31, 40, 33)
+LOW_ENTROPY = repeat_steps("entropy", 1.0, 0.05)
+# a symptom, steps that show the symptom, and steps without a symptom
+STEPS_BY_SYMPTOM = [
+    ("no signal", make_steps_with_signal(3, 0, 0, 0, 0, 0), make_steps_with_signal(0, 0, 0, 0, 1)),
+    ("no signal", make_steps_with_signal(0, 0, 0, 0, 0), make_steps_with_signal(0, 0, 0, 0)),
     (
         "nothing moves",
-        (steps_of("update/kl", then=(3e-8, -1e-9)),),
-        (steps_of("update/kl", then=(3e-8, 2e-6)),),
+        repeat_steps("update/kl", 3e-8, -1e-9),
+        repeat_steps("update/kl", 3e-8, 2e-6),
     ),
     (
         "nothing moves",
-        (steps_of("update/kl", *[0.0] * 10),),
-        (steps_of("update/kl", *[0.0] * 9, None),),
+        make_steps("update/kl", *[0.0] * 10),
+        make_steps("update/kl", *[0.0] * 9, None),
     ),
+    # without a signal, a higher learning rate would not help
     (
         "no signal",
-        ([step | STILL for step in signal(*[0] * 10)],),
-        (signal(0, 0, 0, 0),),
-    ),  # no rate mends that
-    ("entropy", ([step | STILL for step in LOST],), (steps_of("entropy", then=(1.0, 0.11)),)),
-    ("tools fail", (TOOLS[:5],), (TOOLS,)),
-    ("tools fail", (TOOLS[:5],), (TOOLS[:4],)),
-    ("entropy", (steps_of("entropy", then=(1.0, 0.09)),), (steps_of("entropy", then=(1.0, 0.11)),)),
-    (
-        "entropy",
-        (steps_of("entropy", then=(1.0, 0.5, 0.01)),),
-        (steps_of("entropy", then=(1.0, None)),),
+        stop_policy(make_steps_with_signal(*[0] * 10)),
+        make_steps_with_signal(0, 0, 0, 0),
     ),
-    ("control token", (CONTROLS[0.6],), (CONTROLS[0.09],)),
-    ("truncated", (steps_of(TRUNCATED, then=(0.6,)),), (steps_of(TRUNCATED, then=(0.6, 0.5)),)),
-    (
-        "truncated",
-        (steps_of(TRUNCATED, 0.6),),
-        (steps_of(TRUNCATED, 0.5),),
-    ),  # from the first step on
-    *(("slow", (SLOW,), (well,)) for well in (slow(31, 12, 33), slow(29, 29, 29))),
-    ("slow", (SLOW,), (slow(31, 40, 33, **{LENGTH: 40.0}),)),
-    ("mismatch", (steps_of(OVER_CAP, then=(0.011,)),), (steps_of(OVER_CAP, then=(0.009,)),)),
-    # what comes with more right answers is none
-    ("entropy", (LOST, False), (LOST, True)),
+    ("entropy", stop_policy(LOW_ENTROPY), repeat_steps("entropy", 1.0, 0.11)),
+    ("tools fail", FAILING_TOOLS, FAILING_TOOLS + WORKING_TOOLS),
+    ("tools fail", FAILING_TOOLS, FAILING_TOOLS[:4]),
+    ("entropy", repeat_steps("entropy", 1.0, 0.09), repeat_steps("entropy", 1.0, 0.11)),
+    ("entropy", repeat_steps("entropy", 1.0, 0.5, 0.01), repeat_steps("entropy", 1.0, None)),
+    ("control token", make_steps_with_control_token(0.6), make_steps_with_control_token(0.09)),
+    ("truncated", repeat_steps(TRUNCATED, 0.6), repeat_steps(TRUNCATED, 0.6, 0.5)),
+    # one step is enough
+    ("truncated", make_steps(TRUNCATED, 0.6), make_steps(TRUNCATED, 0.5)),
+    ("slow", SLOW, make_paced_steps(31, 12, 33)),
+    ("slow", SLOW, make_paced_steps(29, 29, 29)),
+    # longer completions explain the time
+    ("slow", SLOW, make_paced_steps(31, 40, 33, **{LENGTH: 40.0})),
+    ("mismatch", repeat_steps(OVER_CAP, 0.011), repeat_steps(OVER_CAP, 0.009)),
+]
+SYMPTOM_CASES = [
+    *((name, ill, healthy, False) for name, ill, healthy in STEPS_BY_SYMPTOM),
+    # more right answers explain a low entropy
+    ("entropy", LOW_ENTROPY, LOW_ENTROPY, True),
 ]
 
 
-@pytest.mark.parametrize(("name", "ill", "well"), ILL_AND_WELL)
-def test_an_illness_is_found_where_it_is_and_nowhere_near(name, ill, well):
-    (symptom,) = health.find_symptoms(*(*ill, False)[:2])
-    assert symptom.name == name and "\n" not in symptom.text
-    assert names(*well) == []
+@pytest.mark.parametrize(("name", "ill_steps", "healthy_steps", "has_gained"), SYMPTOM_CASES)
+def test_a_symptom_is_found_in_steps_that_show_it_and_not_in_similar_steps(
+    name, ill_steps, healthy_steps, has_gained
+):
+    (symptom,) = health.find_symptoms(ill_steps, False)
+    assert symptom.name == name
+    assert "\n" not in symptom.text
+    assert health.find_symptoms(healthy_steps, has_gained) == []
 
 
-def test_a_run_that_measured_nothing_yet_has_no_illness():
-    assert names([]) == [] and names([{"step": 1}] * 20) == []
+def test_a_run_without_figures_has_no_symptoms():
+    assert health.find_symptoms([], False) == []
+    assert health.find_symptoms([{"step": 1}] * 20, False) == []
 
 
-def test_answers_that_are_cut_off_are_told_at_step_0_with_their_limit():
+def test_advice_on_cut_off_answers_begins_at_step_0_and_names_the_limit():
     evaluation = {"step": 0, "eval/truncated_frac": 0.75}
     settings = {"max_tokens": 30}
     (symptom,) = health.find_symptoms([], False, [evaluation], settings)
     assert symptom.name == "truncated"
-    assert symptom.text.startswith("75% of the answers") and "--max-tokens 30" in symptom.text
-    assert (
-        health.advise_on_cut_off_answers([], [evaluation | {"eval/truncated_frac": 0.5}], settings)
-        == ""
-    )
-    assert "--max-context" in health.advise_on_cut_off_answers(
-        [], [evaluation], settings | {"tools": ["mine.py:look"]}
-    )
-    later = steps_of(TRUNCATED, then=(0.4,))
-    assert (
-        health.advise_on_cut_off_answers(later, [evaluation], settings) == ""
-    )  # the evaluation is older
-    risen = health.advise_on_cut_off_answers(steps_of(TRUNCATED, then=(0.1, 0.9)), [], settings)
-    assert "10% at the start" in risen and "--temp" in risen
+    assert symptom.text.startswith("75% of the answers")
+    assert "--max-tokens 30" in symptom.text
+
+    advise = health.advise_on_cut_off_answers
+    assert advise([], [evaluation | {"eval/truncated_frac": 0.5}], settings) == ""
+    assert "--max-context" in advise([], [evaluation], settings | {"tools": ["mine.py:look"]})
+
+    # steps after the evaluation
+    assert advise(repeat_steps(TRUNCATED, 0.4), [evaluation], settings) == ""
+
+    advice = advise(repeat_steps(TRUNCATED, 0.1, 0.9), [], settings)
+    assert "10% at the start" in advice
+    assert "--temp" in advice
 
 
 # ---- in a run
@@ -133,29 +136,31 @@ def test_answers_that_are_cut_off_are_told_at_step_0_with_their_limit():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("steps", "every", "first"), [(1, 1, 0), (4, 20, 0), (6, 20, 0), (2, 0, 1)]
+    ("num_steps", "eval_every", "first_step"), [(1, 1, 0), (4, 20, 0), (6, 20, 0), (2, 0, 1)]
 )
-def test_where_most_answers_are_cut_off_the_warning_and_the_ending_say_so_first(
-    tmp_path, capsys, steps, every, first
+def test_the_warning_and_the_last_lines_of_a_run_name_cut_off_answers_first(
+    tmp_path, capsys, num_steps, eval_every, first_step
 ):
-    flags = f"--model demo --max-tokens 3 --batch 2 --groups 4 --eval-limit 8 --steps {steps} --eval-every {every}"
-    train.main([*flags.split(), "--run-dir", str(tmp_path / "run")])
-    shown = capsys.readouterr()
-    assert read_log(tmp_path / "run" / "warnings.jsonl")[0]["step"] == first
-    assert f"WARNING after step {first}: " in shown.err
-    lines = shown.out.splitlines()
-    ending = lines[
-        lines.index(next(line for line in lines if line.startswith("warning after"))) - 1 :
-    ]
-    assert "cut off at --max-tokens 3" in ending[0]
-    assert "sft" not in shown.out
-    if every:
-        assert "--max-tokens 3" in ending[-1] and ending[-1].startswith("next: ")
+    flags = "--model demo --max-tokens 3 --batch 2 --groups 4 --eval-limit 8"
+    run_flags = f"--steps {num_steps} --eval-every {eval_every} --run-dir {tmp_path / 'run'}"
+    train.main([*flags.split(), *run_flags.split()])
+    output = capsys.readouterr()
+
+    assert read_log(tmp_path / "run" / "warnings.jsonl")[0]["step"] == first_step
+    assert f"WARNING after step {first_step}: " in output.err
+
+    lines = output.out.splitlines()
+    is_warning = [line.startswith("warning after") for line in lines]
+    last_lines = lines[is_warning.index(True) - 1 :]
+    assert "cut off at --max-tokens 3" in last_lines[0]
+    assert "sft" not in output.out
+    if eval_every:
+        assert last_lines[-1].startswith("next: ")
+        assert "--max-tokens 3" in last_lines[-1]
 
 
 @pytest.fixture
-def flags(tmp_path):
-    """Of a run with a constant reward."""
+def constant_reward_flags(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def same(completions, **_): return [0.7] * len(completions)\n"
     )
@@ -163,37 +168,37 @@ def flags(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on(
-    tmp_path, flags, capsys
+def test_a_constant_reward_causes_one_warning_also_if_the_run_is_resumed(
+    tmp_path, constant_reward_flags, capsys
 ):
-    uninterrupted = tmp_path / "whole"
-    cut = tmp_path / "cut"
-    flags = [*flags, "--warmup-steps", "99"]
+    flags = [*constant_reward_flags, "--warmup-steps", "99"]
+
+    uninterrupted = tmp_path / "uninterrupted"
     train.main([*flags, "--steps", "6", "--run-dir", str(uninterrupted)])
-    shown = capsys.readouterr()
+    output = capsys.readouterr()
     (warning,) = read_log(uninterrupted / "warnings.jsonl")
     assert (warning["step"], warning["name"]) == (5, "no signal")
-    assert [line for line in shown.err.splitlines() if line and not line.startswith("... ")] == [
-        f"WARNING after step 5: {warning['text']}."
-    ]
-    assert "warning after step 5: no signal" in shown.out
-    assert all(
-        line.endswith(" | no step") for line in shown.out.splitlines() if line.startswith("step ")
-    )
+    error_lines = [line for line in output.err.splitlines() if line]
+    error_lines = [line for line in error_lines if not line.startswith("... ")]
+    assert error_lines == [f"WARNING after step 5: {warning['text']}."]
+    assert "warning after step 5: no signal" in output.out
+    for line in output.out.splitlines():
+        if line.startswith("step "):
+            assert line.endswith(" | no step")
 
-    train.main([*flags, "--steps", "4", "--run-dir", str(cut)])
-    train.main(["--resume", str(cut), "--steps", "5"])  # the four steps before count
+    # a resumed run counts the earlier steps
+    resumed = tmp_path / "resumed"
+    train.main([*flags, "--steps", "4", "--run-dir", str(resumed)])
+    train.main(["--resume", str(resumed), "--steps", "5"])
     assert capsys.readouterr().err.count("WARNING after step 5") == 1
-    train.main(["--resume", str(cut), "--steps", "6"])
+    train.main(["--resume", str(resumed), "--steps", "6"])
     assert "WARNING" not in capsys.readouterr().err
-    assert read_log(cut / "warnings.jsonl") == read_log(uninterrupted / "warnings.jsonl")
+    assert read_log(resumed / "warnings.jsonl") == read_log(uninterrupted / "warnings.jsonl")
 
 
 @pytest.mark.slow
-def test_a_healthy_run_is_not_warned_of_anything(tmp_path, capsys):
+def test_a_healthy_run_has_no_warnings(tmp_path, capsys):
     flags = "--steps 10 --learning-rate 1e-4 --eval-every 5 --run-dir".split()
     train.main([*SMALL_FLAGS, *flags, str(tmp_path / "run")])
-    assert (
-        "WARNING" not in capsys.readouterr().err
-        and read_log(tmp_path / "run" / "warnings.jsonl") == []
-    )
+    assert "WARNING" not in capsys.readouterr().err
+    assert read_log(tmp_path / "run" / "warnings.jsonl") == []

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning whose evaluations also sample answers, with --verifier or --reward."""
+"""Supervised fine-tuning with --verifier or --reward, so that evaluations also sample answers."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ NUM_ROWS = 30
 
 
 def addition_rows():
-    """Conversations with a number as the reply, every third of which is held out."""
+    """Conversations with a number as the reply; every third one is held out."""
     rows = []
     for number in range(NUM_ROWS):
         split = "train" if number % 3 else "held_out"
@@ -37,7 +37,9 @@ def sft_flags(data, *flags):
 
 
 def make_config(data, *flags):
-    return resolve_settings(settings_from_flags(parse_flags(sft_flags(data, *flags))))[0]
+    settings = settings_from_flags(parse_flags(sft_flags(data, *flags)))
+    config, _ = resolve_settings(settings)
+    return config
 
 
 @pytest.fixture
@@ -63,8 +65,8 @@ def test_the_reply_is_the_right_answer_unless_the_data_has_a_column_answer(tmp_p
     assert {example["answer"] for example in task.held_out} == {"7"}
 
 
-def test_of_a_conversation_the_last_trained_reply_is_sampled(tmp_path):
-    talk = [
+def test_evaluations_sample_the_last_trained_reply_of_a_conversation(tmp_path):
+    held_out_messages = [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": "Hi"},
         {"role": "user", "content": "What is two plus two?"},
@@ -72,14 +74,18 @@ def test_of_a_conversation_the_last_trained_reply_is_sampled(tmp_path):
         {"role": "user", "content": "Really?"},
         {"role": "assistant", "content": "5", "weight": 0},
     ]
-    other = [{"role": "user", "content": "Bye"}, {"role": "assistant", "content": "6"}]
-    rows = [{"messages": talk, "split": "held_out"}, {"messages": other, "split": "train"}]
+    train_messages = [{"role": "user", "content": "Bye"}, {"role": "assistant", "content": "6"}]
+    rows = [
+        {"messages": held_out_messages, "split": "held_out"},
+        {"messages": train_messages, "split": "train"},
+    ]
     (example,) = load_task(rows, tmp_path, "--verifier", "number").held_out
     assert last_user_text(example["prompt"]) == "What is two plus two?"
-    assert example["answer"] == "4" and len(example["prompt"]) == 3
+    assert example["answer"] == "4"
+    assert len(example["prompt"]) == 3
 
 
-def test_prompts_that_cannot_be_scored_or_need_tools_are_left_out_and_counted(tmp_path):
+def test_prompts_that_cannot_be_scored_or_need_tools_are_excluded_and_counted(tmp_path):
     rows = addition_rows()
     rows[0]["completion"] = "There is no answer to that, I am afraid, whatever you may think."
     schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -93,13 +99,12 @@ def test_prompts_that_cannot_be_scored_or_need_tools_are_left_out_and_counted(tm
 
 
 def test_a_verifier_without_any_comparable_answer_is_refused(tmp_path):
-    rows = [
-        row | {"completion": "Who can say? It is hard to tell, I am afraid."}
-        for row in addition_rows()
-    ]
+    completion = "Who can say? It is hard to tell, I am afraid."
+    rows = [row | {"completion": completion} for row in addition_rows()]
     path = write_log(tmp_path / "rows.jsonl", rows)
     message = catch_message(replies.load_replies, make_config(path, "--verifier", "auto"), [])
-    assert f"--data {path}" in message and "--columns answer=COLUMN" in message
+    assert f"--data {path}" in message
+    assert "--columns answer=COLUMN" in message
 
 
 # ---- settings
@@ -131,28 +136,36 @@ def verified_run(tmp_path_factory):
     return run_dir
 
 
-def test_evaluations_report_accuracy_and_reward_beside_the_loss(verified_run, capsys):
+def test_evaluations_report_accuracy_and_reward_in_addition_to_the_loss(verified_run, capsys):
     evaluations = read_log(verified_run / "eval.jsonl")
     assert [record["step"] for record in evaluations] == [0, 1, 2]
     for record in evaluations:
         assert record["eval/num"] == 10
-        assert record["eval/loss"] > 0 and len(record["eval/losses"]) == 10
+        assert record["eval/loss"] > 0
+        assert len(record["eval/losses"]) == 10
         assert 0 <= record["eval/accuracy"] <= 1
-        assert "eval/reward/short" in record and record["eval/kl"] is not None
+        assert "eval/reward/short" in record
+        assert record["eval/kl"] is not None
+
     answers = read_log(verified_run / "eval_answers.jsonl")
-    assert len(answers) == 30 and set(answers[0]["rewards"]) == {"short"}
+    assert len(answers) == 30
+    assert set(answers[0]["rewards"]) == {"short"}
+
     report.main(["--list", str(verified_run.parent)])
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for record in (evaluations[0], evaluations[-1]):
-        assert format_figure_with_interval(record, "accuracy") in shown
+        assert format_figure_with_interval(record, "accuracy") in output
 
 
-def test_the_verdict_is_on_the_accuracy_and_the_loss_stays(verified_run, capsys):
+def test_reports_show_the_accuracy_and_the_loss(verified_run, capsys):
     report.main(["--compare", str(verified_run), str(verified_run)])
-    shown = capsys.readouterr().out
-    assert "held-out accuracy before" in shown and "held-out loss before" in shown
+    output = capsys.readouterr().out
+    assert "held-out accuracy before" in output
+    assert "held-out loss before" in output
+
     page = (verified_run / "report.html").read_text()
-    assert "accuracy" in page and "held-out loss after" in page and "What is" in page
+    for text in ("accuracy", "held-out loss after", "What is"):
+        assert text in page
 
 
 def test_a_resumed_run_repeats_its_evaluations(verified_run, tmp_path):
@@ -176,7 +189,7 @@ def test_the_command_evaluate_reproduces_the_accuracy_and_the_loss(verified_run,
     assert record == expected
 
 
-def test_a_changed_reward_is_seen_when_the_run_is_resumed(verified_run, tmp_path, check_refusal):
+def test_a_resume_with_a_changed_reward_is_refused(verified_run, tmp_path, check_refusal):
     reward = verified_run.parent / "mine.py"
     text = reward.read_text()
     reward.write_text(text.replace("len(text)", "-len(text)"))
@@ -200,14 +213,15 @@ def test_the_python_api_takes_a_function_and_rows(tmp_path, monkeypatch):
         run_dir=str(tmp_path / "run"),
     ).fit()
     figures = trainer.evaluate()
-    assert "eval/reward/reward_digits" in figures and figures["eval/loss"] > 0
+    assert "eval/reward/reward_digits" in figures
+    assert figures["eval/loss"] > 0
 
 
 def reward_digits(completions, **_):
     return [float(text.strip().isdigit()) for text in completions]
 
 
-def test_a_reward_that_fails_is_told_before_the_run_begins(data, tmp_path, capsys):
+def test_a_failing_reward_is_refused_before_the_run_begins(data, tmp_path, capsys):
     reward = tmp_path / "bad.py"
     reward.write_text(
         "def bad(completions, missing, **_):\n    return [0.0 for _ in completions]\n"
@@ -216,7 +230,7 @@ def test_a_reward_that_fails_is_told_before_the_run_begins(data, tmp_path, capsy
     assert "missing" in catch_message(make_run, config, tmp_path / "run")
 
 
-def test_a_verifier_may_be_added_when_a_run_is_evaluated(data, tmp_path, capsys):
+def test_evaluate_can_add_a_verifier(data, tmp_path, capsys):
     run_dir = tmp_path / "run"
     train.main(sft_flags(data, "--run-dir", str(run_dir)))
     capsys.readouterr()
@@ -226,7 +240,7 @@ def test_a_verifier_may_be_added_when_a_run_is_evaluated(data, tmp_path, capsys)
     assert 0 <= record["eval/accuracy"] <= 1
 
 
-def test_a_verifier_may_be_added_when_a_run_is_resumed(data, tmp_path, check_refusal):
+def test_a_resume_can_add_a_verifier_with_allow_changes(data, tmp_path, check_refusal):
     run_dir = tmp_path / "run"
     train.main(sft_flags(data, "--run-dir", str(run_dir)))
     flags = ["--resume", run_dir, "--steps", "3", "--verifier", "number", "--max-tokens", "6"]
@@ -237,20 +251,21 @@ def test_a_verifier_may_be_added_when_a_run_is_resumed(data, tmp_path, check_ref
     assert ["eval/accuracy" in record for record in evaluations] == [False] * 3 + [True] * 2
 
 
-def test_a_reward_that_was_not_trained_is_not_called_gamed(verified_run):
+def test_a_reward_that_only_evaluations_use_causes_no_warning_of_reward_hacking(verified_run):
     assert not (verified_run / "warnings.jsonl").read_text()
 
 
-def test_a_recipe_file_may_ask_for_answers(data, tmp_path):
+def test_a_recipe_file_can_set_a_verifier(data, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"model: demo\nloss_type: sft\ndata: {data}\nverifier: number\nsteps: 1\n")
     args = parse_flags(["--config", str(recipe), "--max-tokens", "6"])
-    config = resolve_settings(settings_from_flags(args), args.config)[0]
-    assert (config.data.verifier, config.sampling.max_tokens) == ("number", 6)
+    config, _ = resolve_settings(settings_from_flags(args), args.config)
+    assert config.data.verifier == "number"
+    assert config.sampling.max_tokens == 6
 
 
 @pytest.mark.slow
-def test_two_machines_answer_the_same_as_one(data, tmp_path):
+def test_evaluations_on_two_machines_equal_those_on_one(data, tmp_path):
     from machines import Machines
 
     flags = ["--verifier", "number", "--max-tokens", "6", "--eval-limit", "5"]
@@ -259,9 +274,9 @@ def test_two_machines_answer_the_same_as_one(data, tmp_path):
     with Machines(2, tmp_path, *command) as machines:
         for (_, errors), status in machines.wait():
             assert status == 0, errors
-    alone = read_log(tmp_path / "one" / "eval.jsonl")
-    together = read_log(tmp_path / "two" / "eval.jsonl")
-    for record, other in zip(alone, together, strict=True):
+    expected_records = read_log(tmp_path / "one" / "eval.jsonl")
+    records = read_log(tmp_path / "two" / "eval.jsonl")
+    for record, expected in zip(records, expected_records, strict=True):
         for name in ("eval/accuracy", "eval/greedy", "eval/tokens", "eval/num"):
-            assert record[name] == other[name], name
-        assert record["eval/loss"] == pytest.approx(other["eval/loss"], rel=1e-4)
+            assert record[name] == expected[name], name
+        assert record["eval/loss"] == pytest.approx(expected["eval/loss"], rel=1e-4)

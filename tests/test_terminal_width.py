@@ -1,4 +1,4 @@
-"""What commands print in a terminal of 80 columns, and the chips whose times preflight.py prints."""
+"""The output of commands in a terminal of 80 columns, and the chips that preflight.py prints."""
 
 import shlex
 
@@ -35,10 +35,11 @@ def list_wide(lines):
     return [line for line in lines if len(line) > WIDTH]
 
 
-def test_the_machine_s_report_fits_the_terminal(terminal):
+def test_the_report_of_the_machine_fits_the_terminal(terminal):
     doctor.main([])
     lines = terminal()
-    assert any("what fits" in line for line in lines) and not list_wide(lines)
+    assert any("what fits" in line for line in lines)
+    assert not list_wide(lines)
 
 
 def test_a_run_and_its_evaluation_fit_the_terminal(terminal, tmp_path):
@@ -47,25 +48,29 @@ def test_a_run_and_its_evaluation_fit_the_terminal(terminal, tmp_path):
     evaluate.main(["--run", str(run_dir), "--limit", "4"])
     lines = terminal()
     assert any("verdict" in line for line in lines)
-    # a path is never broken, as nobody could copy it
+    # A path is never broken, so that users can copy it.
     assert not [line for line in list_wide(lines) if len(line.replace(str(tmp_path), "")) > WIDTH]
 
 
 def test_a_long_command_continues_after_a_backslash(terminal):
-    command = f"uv run evaluate.py --run {'runs/a-name-that-is-long'} --samples 8 --out 'a b.jsonl' --step 0"
+    command = (
+        "uv run evaluate.py --run runs/a-name-that-is-long --samples 8 --out 'a b.jsonl' --step 0"
+    )
     for text in (f"    {command}", f"To measure it: {command}; then stop"):
         print(wrapping.wrap_for_terminal(text))
         lines = terminal()
         assert not list_wide(lines)
-        joined = " ".join("\n".join(lines).replace("\\\n", " ").split())
-        assert shlex.split(command) == shlex.split(joined[joined.index("uv run") :].split(";")[0])
+        joined_text = " ".join("\n".join(lines).replace("\\\n", " ").split())
+        command_text, *_ = joined_text[joined_text.index("uv run") :].split(";")
+        assert shlex.split(command_text) == shlex.split(command)
 
 
-def test_preflight_prints_the_base_chips_and_all_chips_only_when_asked(terminal):
+def test_preflight_prints_base_chips_and_with_a_flag_all_chips(terminal):
     preflight.main(["--model", "demo"])
     text = " ".join(" ".join(terminal()).split())
     for chip in chips.load_chips():
-        assert (f"{chip.name} 0." in text) == (" " not in chip.name), chip.name
+        is_base_chip = " " not in chip.name
+        assert (f"{chip.name} 0." in text) == is_base_chip, chip.name
     assert "--all-chips" in text
     preflight.main(["--model", "demo", "--all-chips"])
     lines = terminal()
@@ -74,17 +79,17 @@ def test_preflight_prints_the_base_chips_and_all_chips_only_when_asked(terminal)
     assert not list_wide(lines)
 
 
-def test_preflight_prints_this_mac_s_chip(terminal, monkeypatch):
+def test_preflight_prints_the_chip_of_this_mac(terminal, monkeypatch):
     from forecast import time_estimate
 
     chip = next(chip for chip in chips.load_chips() if chip.name == "M3 Pro")
     monkeypatch.setattr(time_estimate.gpu, "on_gpu", lambda: True)
     monkeypatch.setattr(chips, "look_up_or_measure_chip", lambda: chip)
-    demand_lines = list(
-        preflight.yield_estimate_lines(preflight.resolve_config_and_model_line(SMALL_FLAGS)[0], 64)
-    )
-    (line,) = [line for line in demand_lines if line.startswith("a step in")]
-    assert "M3 Pro 0." in line and "M4" not in line
+    config, _ = preflight.resolve_config_and_model_line(SMALL_FLAGS)
+    lines = list(preflight.yield_estimate_lines(config, 64))
+    (time_line,) = [line for line in lines if line.startswith("a step in")]
+    assert "M3 Pro 0." in time_line
+    assert "M4" not in time_line
 
 
 def test_an_error_fits_the_terminal(terminal):
@@ -92,7 +97,8 @@ def test_an_error_fits_the_terminal(terminal):
         train.main(["--model", "demo", "--loss-type", "sft", "--groups", "4", "--temp", "0.5"])
     lines = [line for line in terminal() if line]
     assert exit_info.value.code == 2
-    assert lines[0].startswith("error: --groups 4") and not list_wide(lines)
+    assert lines[0].startswith("error: --groups 4")
+    assert not list_wide(lines)
     assert len(lines) > 2
 
 
@@ -102,4 +108,5 @@ def test_the_lines_of_an_export_fit_the_terminal(terminal, tmp_path):
     terminal()
     export.main(["--fuse", "--run", str(run_dir), "--out", str(tmp_path / "merged")])
     lines = [line for line in terminal() if str(tmp_path) not in line]
-    assert any("LM Studio" in line for line in lines) and not list_wide(lines)
+    assert any("LM Studio" in line for line in lines)
+    assert not list_wide(lines)

@@ -97,7 +97,7 @@ def test_preflight_names_only_chips_of_machines_with_enough_memory(monkeypatch, 
     assert time_line.endswith(
         "(an estimate that nobody has checked on a Mac; all chips: --all-chips)"
     )
-    # 16 GB are too little for the masters and moments of all weights
+    # 16 GB are too little for the masters and moments of all weights.
     assert "M2 " in time_line
     assert "M1 " not in time_line
 

@@ -24,7 +24,8 @@ def kl(first, second):
 
 def written_out(logits, teacher_logits, beta):
     """The divergence of each position, from the definition."""
-    log_q, log_p = log_softmax(logits), log_softmax(teacher_logits)
+    log_q = log_softmax(logits)
+    log_p = log_softmax(teacher_logits)
     if beta in (0, 1):
         return kl(log_q, log_p) if beta else kl(log_p, log_q)
     log_m = np.log(beta * np.exp(log_p) + (1 - beta) * np.exp(log_q))

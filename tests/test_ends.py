@@ -70,19 +70,19 @@ def test_end_tokens_come_from_the_configurations_the_tokenizer_and_the_template(
     assert model.config.eos_ids == eos_ids
     assert set(end_ids) == {IM_END, ENDOFTEXT}
 
-    # a message names the ids that the configurations lack
+    # A message names the ids that the configurations lack.
     message = capsys.readouterr().err
     ids_in_files = hub.load_config(folder).eos_ids
     for end_id in end_ids:
         assert (f"id {end_id}" in message) == (end_id not in ids_in_files)
 
-    # they end a completion
+    # They end a completion.
     prompt = chat_template.encode_chat(tokenizer, "What is two plus two?")
     params = sampler.SamplingParams(40, 0.0, eos_ids=end_ids)
     rollout = sampler.rollout(model, [prompt], params, group_size=1, key=0)
     assert rollout.finish_reasons == ["stop"]
 
-    # a saved model has all of them, so that serving ends completions as training did
+    # A saved model has all of them, so that serving ends completions as training did.
     gwen.save(model, tmp_path / "saved", tokenizer)
     assert set(hub.load_config(tmp_path / "saved").eos_ids) == {IM_END, ENDOFTEXT}
 
@@ -148,7 +148,7 @@ def test_a_run_warns_about_control_tokens_inside_answers_and_a_flag_makes_them_e
     run_flags = "--steps 6 --learning-rate 1e-6 --eval-every 0 --save-every 5 --no-look"
     flags = [*sampling_flags.split(), *run_flags.split()]
 
-    # metrics count the token, and a warning names it
+    # Metrics count the token, and a warning names it.
     run_dir = tmp_path / "run"
     train.main([*flags, "--run-dir", str(run_dir)])
     fractions = [
@@ -164,7 +164,7 @@ def test_a_run_warns_about_control_tokens_inside_answers_and_a_flag_makes_them_e
     assert any("'</think>'" in text and "--end-tokens" in text for text in warnings)
     assert not any("--max-tokens" in text for text in warnings), "a longer limit would not help"
 
-    # with the flag, the token ends completions
+    # With the flag, the token ends completions.
     run_dir = tmp_path / "corrected"
     end_flags = ["--end-tokens", "</think>", "--steps", "2"]
     train.main([*flags, *end_flags, "--run-dir", str(run_dir)])

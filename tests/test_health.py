@@ -68,7 +68,7 @@ STEPS_BY_SYMPTOM = [
         make_steps("update/kl", *[0.0] * 10),
         make_steps("update/kl", *[0.0] * 9, None),
     ),
-    # without a signal, a higher learning rate would not help
+    # Without a signal, a higher learning rate would not help.
     (
         "no signal",
         stop_policy(make_steps_with_signal(*[0] * 10)),
@@ -81,17 +81,17 @@ STEPS_BY_SYMPTOM = [
     ("entropy", repeat_steps("entropy", 1.0, 0.5, 0.01), repeat_steps("entropy", 1.0, None)),
     ("control token", make_steps_with_control_token(0.6), make_steps_with_control_token(0.09)),
     ("truncated", repeat_steps(TRUNCATED, 0.6), repeat_steps(TRUNCATED, 0.6, 0.5)),
-    # one step is enough
+    # One step is enough.
     ("truncated", make_steps(TRUNCATED, 0.6), make_steps(TRUNCATED, 0.5)),
     ("slow", SLOW, make_paced_steps(31, 12, 33)),
     ("slow", SLOW, make_paced_steps(29, 29, 29)),
-    # longer completions explain the time
+    # Longer completions explain the time.
     ("slow", SLOW, make_paced_steps(31, 40, 33, **{LENGTH: 40.0})),
     ("mismatch", repeat_steps(OVER_CAP, 0.011), repeat_steps(OVER_CAP, 0.009)),
 ]
 SYMPTOM_CASES = [
     *((name, ill, healthy, False) for name, ill, healthy in STEPS_BY_SYMPTOM),
-    # more right answers explain a low entropy
+    # More right answers explain a low entropy.
     ("entropy", LOW_ENTROPY, LOW_ENTROPY, True),
 ]
 
@@ -186,7 +186,7 @@ def test_a_constant_reward_causes_one_warning_also_if_the_run_is_resumed(
         if line.startswith("step "):
             assert line.endswith(" | no step")
 
-    # a resumed run counts the earlier steps
+    # A resumed run counts the earlier steps.
     resumed = tmp_path / "resumed"
     train.main([*flags, "--steps", "4", "--run-dir", str(resumed)])
     train.main(["--resume", str(resumed), "--steps", "5"])

@@ -72,13 +72,16 @@ RATE = 2e-5
 TEMPERATURE = 0.7
 TEMPERATURE += 0.1
 dataset = load_dataset(ALSO, "main", split="train")
-args = GRPOConfig(output_dir="out", run_name="a b", learning_rate=RATE, per_device_train_batch_size=8,
-                  gradient_accumulation_steps=4, num_generations=8, max_completion_length=200,
+args = GRPOConfig(output_dir="out", run_name="a b", learning_rate=RATE,
+                  per_device_train_batch_size=8, gradient_accumulation_steps=4,
+                  num_generations=8, max_completion_length=200,
                   gradient_checkpointing=True, report_to="none",
-                  scale_rewards=False, loss_type="bnpo", num_train_epochs=1, temperature=TEMPERATURE,
-                  max_grad_norm=1.0, weight_decay=0.1, adam_beta2=0.99, top_k=pick(), bf16=True)
+                  scale_rewards=False, loss_type="bnpo", num_train_epochs=1,
+                  temperature=TEMPERATURE, max_grad_norm=1.0, weight_decay=0.1,
+                  adam_beta2=0.99, top_k=pick(), bf16=True)
 GRPOTrainer(model=MODEL, reward_funcs=[right], args=args, train_dataset=dataset,
-            peft_config=LoraConfig(r=32, lora_alpha=64, target_modules=["q_proj", "k_proj", "v_proj"]))
+            peft_config=LoraConfig(r=32, lora_alpha=64,
+                                   target_modules=["q_proj", "k_proj", "v_proj"]))
 raise SystemExit("Gwen reads the script and never runs it")
 """
 RECIPE = """\
@@ -125,8 +128,14 @@ dataset_name: 5
         ),
         (
             "habits.yaml",
-            "model_name_or_path: smollm2\nuse_peft: true\nlearning_rate: 2e-5\nwarmup_ratio: 0.1\nnum_train_epochs: 1\n"
-            "reward_funcs: [accuracy_reward, mine.short]\nreward_weights: [1, 0.5]\nsave_strategy: 'no'\n"
+            "model_name_or_path: smollm2\n"
+            "use_peft: true\n"
+            "learning_rate: 2e-5\n"
+            "warmup_ratio: 0.1\n"
+            "num_train_epochs: 1\n"
+            "reward_funcs: [accuracy_reward, mine.short]\n"
+            "reward_weights: [1, 0.5]\n"
+            "save_strategy: 'no'\n"
             "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
             {
                 "model": "smollm2",
@@ -134,20 +143,25 @@ dataset_name: 5
                 "reward": ["AT/mine.py:short"],
                 "reward_weights": {"short": 0.5},
             },
-            "gradient_checkpointing_kwargs learning_rate num_train_epochs reward_funcs save_strategy warmup_ratio",
+            "gradient_checkpointing_kwargs learning_rate num_train_epochs "
+            "reward_funcs save_strategy warmup_ratio",
         ),
         (
             "computed.py",
-            "GRPOConfig(per_device_train_batch_size=SIZE, num_generations=8); LoraConfig(r=RANK, lora_alpha=2 * RANK)\n"
+            "GRPOConfig(per_device_train_batch_size=SIZE, num_generations=8)\n"
+            "LoraConfig(r=RANK, lora_alpha=2 * RANK)\n"
             "load_dataset(split='train', name='main', path='openai/gsm8k')\n",
             {"data": "openai/gsm8k:main:train", "groups": 8},
             "lora_alpha per_device_train_batch_size r",
         ),
         (
             "rewards.py",
-            "from mine import short as brief\ndef right(): ...\n"
-            "GRPOTrainer(reward_funcs=[right, brief]); LoraConfig(target_modules=['q_proj', 'v_proj'])\n"
-            "GRPOConfig(reward_weights=[1, 0.5], warmup_ratio=.11, max_steps=10), load_dataset('a'), load_dataset('b')",
+            "from mine import short as brief\n"
+            "def right(): ...\n"
+            "GRPOTrainer(reward_funcs=[right, brief])\n"
+            "LoraConfig(target_modules=['q_proj', 'v_proj'])\n"
+            "GRPOConfig(reward_weights=[1, 0.5], warmup_ratio=.11, max_steps=10)\n"
+            "load_dataset('a'), load_dataset('b')",
             {
                 "reward": ["AT/rewards.py:right", "AT/mine.py:short"],
                 "reward_weights": {"right": 1, "short": 0.5},
@@ -160,8 +174,13 @@ dataset_name: 5
         ),
         (
             "dotted.yaml",
-            "reward_funcs: [their.own, mine.short]\nreward_weights: [1, 2]\nwarmup_steps: 0.1\nmax_steps: 3\n"
-            "datasets: [{path: json, data_files: mine.py, split: train}]\nuse_peft: false\nlora_r: 4",
+            "reward_funcs: [their.own, mine.short]\n"
+            "reward_weights: [1, 2]\n"
+            "warmup_steps: 0.1\n"
+            "max_steps: 3\n"
+            "datasets: [{path: json, data_files: mine.py, split: train}]\n"
+            "use_peft: false\n"
+            "lora_r: 4",
             {
                 "reward": ["AT/mine.py:short"],
                 "reward_weights": {"short": 2},
@@ -174,9 +193,15 @@ dataset_name: 5
         ),
         (
             "short.py",
-            "common = {'num_generations': 4}\nargs = GRPOConfig('out', **common, **more())\nif x: args.max_steps = 7\n"
-            "def f(a): return list(map(len, a))\nds = Dataset.from_json('mine.py').map(f)\ntest = load_dataset('a/b')\n"
-            "class T(trl.GRPOTrainer): ...\nT('demo', f, args, ds, eval_dataset=test)\nLoraConfig(r=4)",
+            "common = {'num_generations': 4}\n"
+            "args = GRPOConfig('out', **common, **more())\n"
+            "if x: args.max_steps = 7\n"
+            "def f(a): return list(map(len, a))\n"
+            "ds = Dataset.from_json('mine.py').map(f)\n"
+            "test = load_dataset('a/b')\n"
+            "class T(trl.GRPOTrainer): ...\n"
+            "T('demo', f, args, ds, eval_dataset=test)\n"
+            "LoraConfig(r=4)",
             {
                 "groups": 4,
                 "steps": 7,
@@ -191,8 +216,14 @@ dataset_name: 5
         ),
         (
             "more.yaml",
-            "dataset_name: mine.py\ndataset_train_split: train\nuse_rslora: true\neval_strategy: no\neval_steps: 9\n"
-            "chat_template_kwargs: {enable_thinking: false}\nper_device_train_batch_size: 1\ngeneration_batch_size: 24",
+            "dataset_name: mine.py\n"
+            "dataset_train_split: train\n"
+            "use_rslora: true\n"
+            "eval_strategy: no\n"
+            "eval_steps: 9\n"
+            "chat_template_kwargs: {enable_thinking: false}\n"
+            "per_device_train_batch_size: 1\n"
+            "generation_batch_size: 24",
             {
                 "data": "AT/mine.py",
                 "lora_rank": 16,
@@ -205,21 +236,29 @@ dataset_name: 5
         ),
         (
             "sft.py",
-            "SFTConfig('o', per_device_train_batch_size=4); TrainingArguments(gradient_accumulation_steps=2)\n"
+            "SFTConfig('o', per_device_train_batch_size=4)\n"
+            "TrainingArguments(gradient_accumulation_steps=2)\n"
             "SFTTrainer('demo', train_dataset=load_dataset('mine.py'), peft_config=LoraConfig())",
             {"model": "demo", "loss_type": "sft", "batch": 8, "data": "AT/mine.py"},
             "peft_config",
         ),
         (
             "sft.yaml",
-            "model_name_or_path: demo\nper_device_train_batch_size: 4\nmax_length: 64\nloss_type: dft\n"
-            "dataset_name: mine.py\npeft_config: null",
+            "model_name_or_path: demo\n"
+            "per_device_train_batch_size: 4\n"
+            "max_length: 64\n"
+            "loss_type: dft\n"
+            "dataset_name: mine.py\n"
+            "peft_config: null",
             {"model": "demo", "loss_type": "sft", "batch": 4, "lora_rank": 0, "data": "AT/mine.py"},
             "lora_rank loss_type max_length",
         ),
         (
             "b.py",
-            "async def f(**_): ...\ng = mine.make(2)\nSFTTrainer('s', SFTConfig(max_steps=9))\nget_peft_model(m, r=8)\n"
+            "async def f(**_): ...\n"
+            "g = mine.make(2)\n"
+            "SFTTrainer('s', SFTConfig(max_steps=9))\n"
+            "get_peft_model(m, r=8)\n"
             "GRPOTrainer('demo', [f, g, mine.make(3)], GRPOConfig(max_steps=3))",
             {
                 "model": "demo",
@@ -232,7 +271,8 @@ dataset_name: 5
         ),
         (
             "files.py",
-            "ds = load_dataset('json', data_files={'train': 'b', 'dev': 'c'})\nGRPOTrainer(train_dataset=ds['train'])",
+            "ds = load_dataset('json', data_files={'train': 'b', 'dev': 'c'})\n"
+            "GRPOTrainer(train_dataset=ds['train'])",
             {"data": "b", "eval_data": "c", "lora_rank": 0},
             "lora_rank",
         ),
@@ -292,7 +332,7 @@ def test_recipes_and_programs_get_the_same_hints_as_flags():
     with pytest.raises(ValueError, match=pattern):
         sources.refuse_unknown_settings({"num_generations": 8, "zebra": 8})
 
-    # a recipe with many unknown names gets one hint, a program one per name
+    # A recipe with many unknown names gets one hint, a program one per name.
     pattern = r"x: 5 settings are unknown: 'a', 'b', 'c', 'd', 'e'; .*--from-trl FILE"
     with pytest.raises(ValueError, match=pattern):
         sources.refuse_unknown_settings("abcde", "x: ")

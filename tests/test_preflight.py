@@ -121,7 +121,7 @@ def test_the_estimated_memory_is_95_to_130_percent_of_the_peak_of_a_step(
 
     estimate = need.peak_bytes - need.resident["Python"]
     if need.phases["judging"] > need.phases["update"]:
-        # this test judges after the update, when the optimizer's state is gone
+        # This test judges after the update, when the optimizer's state is gone.
         estimate -= need.resident["optimizer"]
     print(f"{estimate / peak:.2f}")
     assert 0.95 * peak < estimate < 1.3 * peak
@@ -252,7 +252,8 @@ def make_answers(rewards, completion="A.", prompt="?"):
             {},
             HALF,
             {},
-            "go: the rewards differ in 50% of the groups, and 25% are enough, even if the mean reward is low",
+            "go: the rewards differ in 50% of the groups, and 25% are enough, "
+            "even if the mean reward is low",
         ),
         ({"sampling/signal_groups": 1}, HALF, {}, "go"),
         (
@@ -265,7 +266,8 @@ def make_answers(rewards, completion="A.", prompt="?"):
             {"sampling/signal_groups": 0},
             [0.0] * 4,
             {},
-            "change: every answer gets the reward 0: use a warm start (docs/warm-start.md), a reward that",
+            "change: every answer gets the reward 0: use a warm start "
+            "(docs/warm-start.md), a reward that",
         ),
         (
             {"sampling/signal_groups": 0},
@@ -278,7 +280,8 @@ def make_answers(rewards, completion="A.", prompt="?"):
             [0.0] * 9 + [1.0],
             {"max_tokens": 8},
             "change: ask for shorter answers, or raise --max-tokens above 8; "
-            "nearly all answers fail: use a warm start (docs/warm-start.md), easier prompts, or more --groups",
+            "nearly all answers fail: use a warm start (docs/warm-start.md), easier prompts, "
+            "or more --groups",
         ),
         (
             {"sampling/signal_groups": 0},
@@ -307,9 +310,10 @@ def make_answers(rewards, completion="A.", prompt="?"):
             {"sampling/signal_groups": 0},
             [0.0] * 4,
             {"reward_gate": "form"},
-            "change: 0% of the answers pass --reward-gate form: an answer gets a reward only if it ends before --max-tokens, has at",
+            "change: 0% of the answers pass --reward-gate form: an answer gets a reward only if it "
+            "ends before --max-tokens, has at",
         ),
-        # the gate would reward no right answer
+        # The gate would reward no right answer.
         ({"completion": LOOP, "answer": "a, b"}, HALF, {}, "go"),
         (
             {"sampling/signal_groups": 0, "answer": "a, b"},
@@ -324,7 +328,7 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, expected_tex
     answers = make_answers(rewards, completion, "What?")
     for answer in answers:
         answer["answer"] = figures.get("answer")
-    # the first step warms up
+    # The first step warms up.
     steps = [STEP | figures | {"step/s": seconds} for seconds in (9.0, 2.0, 3.1)]
 
     config = make_config(batch=4, steps=90, **flags)
@@ -373,7 +377,8 @@ def test_a_trial_advises_the_gate_only_if_answers_that_repeat_or_copy_are_reward
         (
             {},
             [0.0, 0.4],
-            "go: the rewards differ in 50% of the groups, and 25% are enough, even if the mean reward is low",
+            "go: the rewards differ in 50% of the groups, and 25% are enough, "
+            "even if the mean reward is low",
         ),
         ({}, [0.4, 1.0], "even if the mean reward is low"),
         (
@@ -404,7 +409,7 @@ def test_a_trial_counts_right_answers_and_says_if_there_are_none(
     assert lines[-4].startswith("1 step, ")
     assert lines[-3] == f"right answers: {sum(correctness):.0f} of {len(correctness)}"
     assert "rewards 0" in lines[-2]
-    # the two ends of a range print as one number if they look the same
+    # The two ends of a range print as one number if they look the same.
     assert pace == "2.0 s per step, 3 min for 90 steps without evaluations, 1.50 GB of memory"
 
 
@@ -459,7 +464,8 @@ def test_a_long_run_gets_advice_if_the_first_steps_have_no_signal(
 def test_an_interrupted_trial_kills_the_process_and_removes_the_recipe(monkeypatch):
     class FakeProcess:
         def __init__(self, command, **_):
-            self.recipe, self.is_killed = Path(command[3]), False
+            self.recipe = Path(command[3])
+            self.is_killed = False
             processes.append(self)
 
         def poll(self):
@@ -493,7 +499,8 @@ def test_a_trial_takes_steps_of_the_trainer_and_leaves_no_files(tmp_path, monkey
         "2 steps, 16 answers: ",
         "reward correct: ",
         "right answers: ",
-        "\nif every third answer changes, 8 held-out problems can show only changes of at least 57%",
+        "\nif every third answer changes, 8 held-out problems can show only changes "
+        "of at least 57%",
         "or raise --max-tokens above 3",
     ):
         assert text in output

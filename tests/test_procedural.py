@@ -26,7 +26,7 @@ GOLD_IN_ENTRY = {  # reasoning-gym gives these right answers only in the entry
     "propositional_logic": lambda entry: entry["metadata"]["example_answer"],
     "rubiks_cube": lambda entry: entry["metadata"]["example_correct_answer"],
 }
-# scoring these three takes as long as scoring all other data sets
+# Scoring these three takes as long as scoring all other data sets.
 SLOW_TO_SCORE = {"propositional_logic", "rubiks_cube", "rush_hour"}
 
 
@@ -57,7 +57,7 @@ def gym_workers():
         return answer.value
 
     with pytest.MonkeyPatch.context() as patch:
-        # the time limit is processor time, also on a busy machine
+        # The time limit is processor time, also on a busy machine.
         patch.setattr(workers, "BUSY", 60.0)
         yield GymWorkers(names, make_problem, scorers.answer_all)
     makers.close()
@@ -227,7 +227,7 @@ def test_a_mix_follows_the_weights_settings_and_levels_of_data_sets():
     assert numbers["lcm"] <= {7, 8, 9}
     assert max(numbers["chain_sum"]) >= 1000
 
-    # the second argument selects other problems
+    # The second argument selects other problems.
     assert problems.make_examples([5], 0) == problems.make_examples([5], 0)
     assert problems.make_examples([5], 0) != problems.make_examples([5], 1)
 

@@ -226,10 +226,10 @@ def test_a_reward_gets_messages_instead_of_texts_only_if_it_reads_keys_of_messag
         _, fn = rewards.load_reward(f"{file}:{name}")
         return rewards.call_reward_on_rank0(name, fn, [prompt] * 2, texts, {})
 
-    # a reward for messages
+    # A reward for messages.
     assert load_and_call("message_length", ["", "abc"]) == [0, 3]
 
-    # a reward for messages that hides the error on texts
+    # A reward for messages that catches the error on texts.
     for prompt, last_values in (("p", [9, 9]), (messages, [0, 3])):
         _, fn = rewards.load_reward(f"{file}:catches_errors")
         values = [
@@ -238,13 +238,13 @@ def test_a_reward_gets_messages_instead_of_texts_only_if_it_reads_keys_of_messag
         ]
         assert values == [[9, 9], last_values]
 
-    # a reward for texts; the metrics of the trial call with messages are dropped
+    # A reward for texts: the metrics of the trial call with messages are dropped.
     _, fn = rewards.load_reward(f"{file}:contains_x")
     values = rewards.call_reward_on_rank0("contains_x", fn, [messages] * 2, ["ab", "cd"], {})
     assert values == [0, 0]
     assert fn.logged.metrics == {"n": [2]}
 
-    # other errors of rewards for texts
+    # Errors of rewards for texts.
     for name, error in (("first_letter", "IndexError"), ("inverse_length", "ZeroDivisionError")):
         message = catch_message(load_and_call, name, ["", "abc"])
         assert f"reward {name} raised {error}" in message

@@ -43,8 +43,10 @@ REWRITING_TEMPLATE = (
     "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
     "{%- if m.role == 'assistant' and loop.index0 > ns.last and '<think>' not in m.content %}"
-    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{{- m.content + '<|im_end|>\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{{- m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is false %}"
     "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
 )
 
@@ -105,7 +107,7 @@ def test_messages_and_prompt_with_completion_give_the_same_row(tokenizer):
     assert encode_record(tokenizer, {"messages": TALK[:2]}) == [row]
     assert encode_record(tokenizer, {"prompt": TALK[:1], "completion": TALK[1:2]}) == [row]
 
-    # the last message is a question without an answer
+    # The last message is a question without an answer.
     assert encode_record(tokenizer, {"messages": TALK[:3]}) == [row]
 
 
@@ -331,18 +333,18 @@ def test_the_initial_adapter_of_a_run_is_the_reference_also_after_a_resume(golde
     steps = read_untimed_log(run_dir / "metrics.jsonl")
     evaluations = read_untimed_log(run_dir / "eval.jsonl")
 
-    # the KL is measured from the initial adapter, not from the base model
+    # The KL is measured from the initial adapter, not from the base model.
     assert abs(steps[0]["kl"]) < 1e-6
     assert abs(evaluations[0]["eval/kl"]) < 1e-6
     assert evaluations[-1]["eval/kl"] > 1e-6
 
-    # the run keeps a copy of the adapter
+    # The run keeps a copy of the adapter.
     copy_dir = run_dir / run_files.START
     weights = mx.load(str(source / "adapters.safetensors"))
     copied_weights = mx.load(str(copy_dir / "adapters.safetensors"))
     for name, array in weights.items():
         assert mx.array_equal(array, copied_weights[name]), name
-    # a resumed run needs only the copy
+    # A resumed run needs only the copy.
     shutil.rmtree(source)
     shutil.rmtree(run_dir / "checkpoints" / "step-000002")
     train.main(["--resume", str(run_dir)])
@@ -395,7 +397,7 @@ def test_a_run_warns_about_held_out_prompts_that_the_run_of_the_initial_adapter_
         assert warning.startswith(expected_text)
         assert not warnings_at_start(reward_run, flags, make_rows(range(4)))
 
-    # without the data of the earlier run, its prompts are unknown
+    # Without the data of the earlier run, its prompts are unknown.
     (tmp_path / "before.jsonl").unlink()
     assert not warnings_at_start(reward_run, "--loss-type sft", make_rows(range(6)))
 

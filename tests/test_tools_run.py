@@ -191,7 +191,7 @@ def test_a_run_records_conversations_and_trains_on_the_tokens_of_the_model(golde
         for call in record["tool_calls"]:
             assert call.keys() == {"turn", "name", "arguments", "seconds", "error"}
 
-    # the page shows all results of tools
+    # The page shows all results of tools.
     texts = [row["text"] for row in rows_on_page(run_dir)]
     results = [message["content"] for record in rollouts for message in tool_messages(record)]
     assert results
@@ -200,7 +200,7 @@ def test_a_run_records_conversations_and_trains_on_the_tokens_of_the_model(golde
         assert any(f"calculator replies: {result}" in text for text in texts)
     assert (run_dir / "report.html").is_file()
 
-    # the metrics agree with the rollouts of the last step
+    # The metrics agree with the rollouts of the last step.
     last_rollouts = [record for record in rollouts if record["step"] == 3]
     num_calls = sum(len(record["tool_calls"]) for record in last_rollouts)
     assert steps[-1]["tools/calls"] == num_calls
@@ -422,7 +422,7 @@ def test_turns_with_rewards_have_separate_advantages(tmp_path, environments_file
         assert len(turn_rewards) == record["turns"]
         assert rewards["Warmer"] == sum(turn_rewards)
         assert record["reward"] == pytest.approx(0.5 * sum(turn_rewards) + rewards["length"])
-        # an unfinished turn has no reward
+        # An unfinished turn has no reward.
         turn_rewards += [0.0] * (len(record["own"]) - record["turns"])
         weighted_rewards = [0.5 * reward for reward in turn_rewards]
         weighted_rewards[-1] += rewards["length"]

@@ -393,7 +393,7 @@ def test_the_first_adam_step_has_the_size_of_the_learning_rate(
 
 
 def test_a_step_of_sgd_is_the_rate_times_the_gradient_and_leaves_no_moments(tmp_path):
-    # with this target, no step is cut short
+    # With this target, no step is cut short.
     flags = "--lora-rank 0 --optimizer sgd --target-kl 0.9"
     run = make_run(tmp_path, *flags.split())
     learner = run.learner
@@ -411,7 +411,7 @@ def test_a_step_of_sgd_is_the_rate_times_the_gradient_and_leaves_no_moments(tmp_
         expected = old_masters[name] - 1e-3 * np.array(array)
         np.testing.assert_allclose(np.array(learner.trainable[name]), expected, atol=1e-7)
 
-    # a resumed run
+    # The state can be loaded, as a resumed run does.
     learner.load_state(learner.state())
     assert learner.optimizer.step.item() == 1
     update.run_optimizer_steps(learner, batches, 1e-3)
@@ -426,7 +426,7 @@ def test_the_learning_rate_warms_up_and_decays():
 
 
 def test_the_loss_scale_keeps_gradients_that_would_vanish_in_float16(tmp_path, monkeypatch):
-    """The float16 backward pass rounds gradients of advantages of 1e-7 to 0, unless scaled by 2^15."""
+    """For advantages of 1e-7, the float16 backward pass gives 0 unless the loss is scaled."""
     tiny_advantages = [1e-7, -1e-7] * 6
     monkeypatch.setenv("GWEN_DTYPE", "float32")
     float32_run = make_run(tmp_path)
@@ -575,7 +575,7 @@ def test_a_step_whose_kl_stays_too_large_is_undone(tmp_path, monkeypatch, kl):
     update_once(run)
     masters = dict(run.learner.trainable)
     weights = dict(tree_flatten(run.model.parameters()))
-    # the last value is that of the earlier step
+    # The last value is that of the earlier step.
     measured_kls = iter([kl] * trust_region.MOST_TRIES + [1e-4])
     monkeypatch.setattr(trust_region, "measure_kl", lambda *_: next(measured_kls))
 
@@ -626,7 +626,7 @@ def test_successive_kl_probes_cover_all_rows_of_a_large_rollout_once(
         logprobs = update.install_weights_and_compute_logprobs(
             run.learner, probe, run.learner.trainable
         )
-        # the same policy, rows, prompts and tokens
+        # The policy has not changed.
         assert trust_region.measure_kl(probe, logprobs) < 1e-6
         probe_rows = [row for batch in probe for row in batch.rows]
         assert len(probe_rows) <= 6
@@ -657,12 +657,12 @@ def test_rows_without_loss_positions_are_not_computed_and_other_rows_weigh_the_s
     samples = sample_first_prompts(run)
     full_result, _ = record_gradient(run, make_batches(samples, 150))
 
-    # every second row loses its tokens
+    # Every second row loses its tokens.
     even_samples = list(samples)
     for row in range(1, 12, 2):
         even_samples[row] = samples[row]._replace(loss_positions=(), weight=0.0)
     result, gradients = record_gradient(run, make_batches(even_samples, 150))
-    # the update computes six rows, and six more measure its KL
+    # The update computes six rows, and six more measure its KL.
     assert result.num_forwards == 6 + 6
 
     # Such a row counts like a row with the advantage 0: the mean is still over all 12 rows.
@@ -673,7 +673,7 @@ def test_rows_without_loss_positions_are_not_computed_and_other_rows_weigh_the_s
     assert result.loss != pytest.approx(full_result.loss, abs=1e-3)
     assert_gradients_close(gradients, expected_gradients)
 
-    # an update without rows
+    # An update without rows has no figures.
     result = update.run_optimizer_steps(run.learner, [], 1e-3)
     assert result.loss is None
     assert result.grad_norm is None

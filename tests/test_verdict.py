@@ -1,4 +1,4 @@
-"""The verdict on a run: its interval against enumeration, and runs that are made as data."""
+"""The verdict on a run: the interval against enumeration, and the verdicts on synthetic runs."""
 
 import itertools
 import json
@@ -21,37 +21,48 @@ from reporting.difference import BETTER, FEW, SAME, WORSE
 # ---- the difference
 
 
-def run_of(evals, answers=(), **settings):
-    """A run by its evaluations and their answers by step and problem."""
+def make_history(evals, answers=(), **settings):
+    """Returns a run with these evaluations, and with answers by step and problem."""
     run = history.History("runs/a", {"seed": 0} | settings, {}, [], evals)
     run.answers_by_step = dict(answers)
     return run
 
 
-def table_of(both, rose, fell, neither):
-    """Values before and after of so many problems of each kind."""
+def make_values(both, rose, fell, neither):
+    """
+    Returns the values before and after, each by problem.
+
+    The arguments count the problems that are right both times, that became right, that became
+    wrong, and that are wrong both times.
+    """
     pairs = [(1, 1)] * both + [(0, 1)] * rose + [(1, 0)] * fell + [(0, 0)] * neither
     return [dict(enumerate(column)) for column in zip(*pairs, strict=True)]
 
 
 @pytest.mark.parametrize(("rose", "fell", "num"), [(12, 2, 50), (0, 0, 4), (4, 0, 4), (63, 3, 120)])
-def test_the_interval_of_shares_is_bonett_and_price_s(rose, fell, num):
-    """Their formula, with Student's t at n + 1 degrees, n + 1 for n + 2 in the variance, and no gain above 1."""
-    change = difference.paired_difference(*table_of(num - rose - fell, rose, fell, 0))
+def test_the_interval_of_values_of_0_and_1_equals_that_of_bonett_and_price(rose, fell, num):
+    """
+    The formula has three changes.
+
+    The quantile is Student's t with n + 1 degrees of freedom, the variance is divided by n + 1
+    instead of n + 2, and no gain is above 1.
+    """
+    change = difference.paired_difference(*make_values(num - rose - fell, rose, fell, 0))
     p = (rose + 1) / (num + 2)
     q = (fell + 1) / (num + 2)
     t = statistics.student_t_quantile(num + 1)
     reach = t * math.sqrt((p + q - (p - q) ** 2) / (num + 1))
     assert (change.low, change.high) == pytest.approx((p - q - reach, min(p - q + reach, 1)))
-    assert change.mean == pytest.approx((rose - fell) / num) and change.high > change.low
+    assert change.mean == pytest.approx((rose - fell) / num)
+    assert change.high > change.low
 
 
 @pytest.mark.parametrize("num", [5, 12, 30])
-def test_the_interval_holds_the_truth_as_often_as_it_says_by_enumeration(num):
-    """Every possible outcome with its multinomial chance, for truths all over; a verdict against a tie is rare."""
+def test_the_interval_of_values_of_0_and_1_covers_the_true_difference_at_95_percent(num):
+    """The test enumerates every possible outcome with its multinomial probability."""
     outcomes = [(rose, fell) for rose in range(num + 1) for fell in range(num + 1 - rose)]
     changes = [
-        difference.paired_difference(*table_of(0, rose, fell, num - rose - fell))
+        difference.paired_difference(*make_values(0, rose, fell, num - rose - fell))
         for rose, fell in outcomes
     ]
     ways = [math.comb(num, rose) * math.comb(num - rose, fell) for rose, fell in outcomes]
@@ -68,95 +79,94 @@ def test_the_interval_holds_the_truth_as_often_as_it_says_by_enumeration(num):
             if change.low <= p - q <= change.high
         ]
         coverage.append(sum(within))
-    assert min(coverage) > 0.93 and np.mean(coverage) > 0.95
+    assert min(coverage) > 0.93
+    assert np.mean(coverage) > 0.95
 
 
-def test_the_interval_of_means_holds_the_truth_as_often_and_is_narrower():
+def test_the_interval_of_mean_values_covers_the_true_difference_and_is_narrower():
     draws = np.random.default_rng(0)
     num = 12
     samples = 8
     for p, q in itertools.product((0.02, 0.5, 0.9), repeat=2):
-        ends = draws.binomial(samples, [[p] * num, [q] * num], (1000, 2, num)) / samples
-        changes = [
-            difference.paired_difference(
-                *(dict(enumerate(end)) for end in both), samples_per_value=samples
+        trials = draws.binomial(samples, [[p] * num, [q] * num], (1000, 2, num)) / samples
+        changes = []
+        for before, after in trials:
+            change = difference.paired_difference(
+                dict(enumerate(before)), dict(enumerate(after)), samples_per_value=samples
             )
-            for both in ends
-        ]
+            changes.append(change)
         assert np.mean([change.low <= q - p <= change.high for change in changes]) > 0.92
-    wide = difference.paired_difference(*(dict(enumerate(end)) for end in ends[0]))
-    assert changes[0].high - changes[0].low < 0.8 * (wide.high - wide.low)
-    assert (
-        difference.fewest_readable_samples(
-            dict(enumerate({"values": values} for values in ([1.0, None], [None], [0.0] * 3)))
-        )
-        == 1
-    )
+
+    before, after = trials[0]
+    single_samples = difference.paired_difference(dict(enumerate(before)), dict(enumerate(after)))
+    width = changes[0].high - changes[0].low
+    assert width < 0.8 * (single_samples.high - single_samples.low)
+
+    answers = [{"values": values} for values in ([1.0, None], [None], [0.0] * 3)]
+    assert difference.fewest_readable_samples(dict(enumerate(answers))) == 1
 
 
-def test_students_t_is_the_table_s_and_the_problems_needed_are_cohen_s():
+def test_t_quantiles_and_the_number_of_problems_needed_equal_published_values():
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042, 120: 1.980}
     assert {n: statistics.student_t_quantile(n) for n in table} == pytest.approx(table, rel=2e-3)
-    # McNemar's by the normal's points: (p + q - (p - q)^2) (1.96 + 0.84)^2 / (p - q)^2, of p = 0.3 and q = 0.1
-    assert difference.paired_difference(
-        *table_of(0, 12_000, 4_000, 24_000)
-    ).num_problems_needed == math.ceil(0.36 * 7.85 / 0.04)
+
+    # McNemar's test with quantiles of the normal distribution needs
+    # (p + q - (p - q)^2) (1.96 + 0.84)^2 / (p - q)^2 problems; here p = 0.3 and q = 0.1
+    change = difference.paired_difference(*make_values(0, 12_000, 4_000, 24_000))
+    assert change.num_problems_needed == math.ceil(0.36 * 7.85 / 0.04)
 
 
-def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
+def test_the_best_evaluation_is_the_earliest_that_no_later_one_beats_significantly():
     values = {
-        0: table_of(20, 0, 0, 44)[0],
-        20: table_of(20, 20, 0, 24)[1],
-        40: table_of(20, 23, 0, 21)[1],
+        0: make_values(20, 0, 0, 44)[0],
+        20: make_values(20, 20, 0, 24)[1],
+        40: make_values(20, 23, 0, 21)[1],
     }
     evals = [
         {"step": step, "eval/accuracy": sum(step_values.values()) / 64}
         for step, step_values in values.items()
     ]
-    answers = {
-        step: {place: {"values": [value]} for place, value in step_values.items()}
-        for step, step_values in values.items()
-    }
-    assert (
-        difference.earliest_unbeaten_evaluation(run_of(evals, answers))["step"] == 20
-    )  # 3 of 64 more are noise
+    answers = {}
+    for step, step_values in values.items():
+        answers[step] = {problem: {"values": [value]} for problem, value in step_values.items()}
+    best = difference.earliest_unbeaten_evaluation(make_history(evals, answers))
+    assert best["step"] == 20  # 3 more right answers of 64 are not significant
+
     losses = [
         {"step": step, "eval/loss": loss}
         for step, loss in ((0, 2.0), (10, 1.9), (20, 1.95), (30, None))
     ]
-    assert difference.earliest_unbeaten_evaluation(run_of(losses))["step"] == 10
-    unread = run_of([{"step": 0, "eval/score": None}])
-    assert (unread.figure_name, difference.earliest_unbeaten_evaluation(unread)) == ("score", None)
+    assert difference.earliest_unbeaten_evaluation(make_history(losses))["step"] == 10
+
+    unreadable = make_history([{"step": 0, "eval/score": None}])
+    assert unreadable.figure_name == "score"
+    assert difference.earliest_unbeaten_evaluation(unreadable) is None
 
 
 @pytest.mark.parametrize("num", [10, 20, 40, 60])
-def test_answers_that_did_not_change_seldom_have_a_word_that_rose(num):
-    """Prompts of data/values.jsonl as answers, drawn twice: by 3 answers of 3, 59 of 100 runs of 20 had one."""
+def test_unchanged_answers_rarely_seem_to_use_a_word_more_often(num):
+    """
+    The answers before and after are drawn from the same prompts of data/values.jsonl.
+
+    If 3 more answers with a word were enough, 59 of 100 runs with 20 answers would report a word.
+    """
     lines = (ROOT / "data" / "values.jsonl").read_text(encoding="utf-8").splitlines()
     answers = [{"completions": [json.loads(line)["prompt"]]} for line in lines]
     rng = random.Random(num)
-    assert (
-        sum(
-            bool(
-                answer_changes.describe_words_used_more(
-                    *(rng.choices(answers, k=num) for _ in range(2))
-                )
-            )
-            for _ in range(100)
-        )
-        <= 15
-    )
+    num_false_alarms = 0
+    for _ in range(100):
+        before = rng.choices(answers, k=num)
+        after = rng.choices(answers, k=num)
+        num_false_alarms += bool(answer_changes.describe_words_used_more(before, after))
+    assert num_false_alarms <= 15
 
 
-def test_words_that_rose_alike_stand_in_the_order_of_the_alphabet_in_every_process():
-    before, after = ([{"completions": [text]}] * 20 for text in ("", "g f e d c b a"))
-    assert [sign[:3] for sign in answer_changes.describe_words_used_more(before, after)] == [
-        '"a"',
-        '"b"',
-        '"c"',
-        '"d"',
-        '"e"',
-    ]
+def test_words_that_rise_equally_are_listed_alphabetically():
+    """Otherwise, the order would differ between processes."""
+    before = [{"completions": [""]}] * 20
+    after = [{"completions": ["g f e d c b a"]}] * 20
+    signs = answer_changes.describe_words_used_more(before, after)
+    assert [sign[:3] for sign in signs] == ['"a"', '"b"', '"c"', '"d"', '"e"']
 
 
 # ---- runs
@@ -164,14 +174,27 @@ def test_words_that_rose_alike_stand_in_the_order_of_the_alphabet_in_every_proce
 PLAIN = "the cat sat by a warm stove while rain fell on grey roofs and nobody came to call that day".split()
 
 
-def answer(rng, num=12):
+def random_text(rng, num=12):
     return " ".join(rng.choices(PLAIN, k=num))
 
 
 def make_run(
-    folder, num, before, after, figure="accuracy", settings=(), half=None, moved=None, **more
+    folder,
+    num,
+    before,
+    after,
+    figure="accuracy",
+    settings=(),
+    policy_after_20=None,
+    kl_of_updates=None,
+    **more_figures,
 ):
-    """A run of evaluations after 0, 20 and 40 steps. Each: (rng, prompt) -> text, value, other reward."""
+    """
+    Writes the files of a run with evaluations after 0, 20 and 40 steps.
+
+    before, policy_after_20, after: policies, (rng, prompt) -> (text, value[, second reward]).
+    more_figures: pairs of values, before and after training, that the evaluations record.
+    """
     folder.mkdir()
     rng = random.Random(1)
     prompts = [f"Tell me in a few words of your own about matter number {n}" for n in range(num)]
@@ -179,21 +202,20 @@ def make_run(
         yaml.safe_dump({"model": "demo", "steps": 40, "seed": 0, **dict(settings)})
     )
     sizes = {f"{phase}/{unit}": 9.0 for phase in ("rollout", "update") for unit in ("s", "tok_s")}
-    steps = [{"step": n, "update/kl": moved} | sizes for n in range(31, 41)]
+    steps = [{"step": n, "update/kl": kl_of_updates} | sizes for n in range(31, 41)]
     write_log(folder / "metrics.jsonl", steps)
     records = []
     answers = []
-    for step, act in ((0, before), (20, half or before), (40, after)):
-        replies = [act(rng, prompt) for prompt in prompts]
+    for step, policy in ((0, before), (20, policy_after_20 or before), (40, after)):
+        replies = [policy(rng, prompt) for prompt in prompts]
         readable = [value for _, value, *_ in replies if value is not None]
         mean = sum(readable) / len(readable) if readable else None
-        ends = {name: pair[step == 40] for name, pair in more.items()}
+        figures = {name: pair[step == 40] for name, pair in more_figures.items()}
         records.append(
-            {"step": step, f"eval/{figure}": mean, "eval/num": num, "eval/kl": step / 100} | ends
+            {"step": step, f"eval/{figure}": mean, "eval/num": num, "eval/kl": step / 100} | figures
         )
-        for problem, (prompt, (text, value, *more_paid)) in enumerate(
-            zip(prompts, replies, strict=True)
-        ):
+        for problem, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
+            text, value, *second_reward = reply
             line = {
                 "step": step,
                 "problem": problem,
@@ -205,36 +227,40 @@ def make_run(
                 line["answer"] = KINDS[problem % 3]
             if "tools" in dict(settings):
                 calls = "<tool_call>2 * 3</tool_call>\n" * (1 + step // 4)
-                line |= {"messages": [talk(text)], "completions": [calls + text]}
-            rewards = {"mine": [value]} | (
-                {dict(settings).get("beside", "short"): more_paid} if more_paid else {}
-            )
-            answers.append(line | {"rewards": rewards, "reward": [sum([value or 0.0, *more_paid])]})
+                line |= {"messages": [make_messages(text)], "completions": [calls + text]}
+            rewards = {"mine": [value]}
+            if second_reward:
+                rewards[dict(settings).get("second_reward", "short")] = second_reward
+            total = sum([value or 0.0, *second_reward])
+            answers.append(line | {"rewards": rewards, "reward": [total]})
     write_log(folder / "eval.jsonl", records)
     write_log(folder / "eval_answers.jsonl", answers if figure != "loss" else [])
     return folder
 
 
-def right(share):
-    return lambda rng, prompt: (answer(rng), float(rng.random() < share))
+# ---- policies: (rng, prompt) -> (text, value[, second reward])
 
 
-def scored(low):
-    return lambda rng, prompt: (answer(rng), low + rng.random() / 4)
+def policy_with_accuracy(fraction):
+    return lambda rng, prompt: (random_text(rng), float(rng.random() < fraction))
 
 
-def short(most):
-    """The same answers are right, and up to so much is paid beside that."""
-    return lambda rng, prompt: (answer(rng), float(prompt[-1] > "4"), most * rng.random())
+def policy_with_score_from(low):
+    return lambda rng, prompt: (random_text(rng), low + rng.random() / 4)
 
 
-def losses(more, num=64):
-    """(nats, tokens) of conversations that differ far more among themselves than by training."""
-    return [[10.0 * (n / 20 + more) * (1 + n % 3), 10.0 * (1 + n % 3)] for n in range(num)]
+def policy_with_second_reward(largest):
+    """Returns a policy that answers the same prompts right, with a second reward up to `largest`."""
+    return lambda rng, prompt: (random_text(rng), float(prompt[-1] > "4"), largest * rng.random())
 
 
-def talk(text):
-    """A conversation that calls a tool, as records have it."""
+def make_losses(offset, num=64):
+    """Returns (nats, tokens) of conversations, whose losses differ more than training changes them."""
+    return [[10.0 * (n / 20 + offset) * (1 + n % 3), 10.0 * (1 + n % 3)] for n in range(num)]
+
+
+def make_messages(text):
+    """Returns a conversation that calls a tool, in the format of the records."""
     call = {
         "type": "function",
         "function": {"name": "calculator", "arguments": {"expression": "2 * 3"}},
@@ -247,254 +273,341 @@ def talk(text):
     ]
 
 
-def pirate(rng, prompt):
-    return f"ahoy captain {answer(rng, 10)}", 0.7 + rng.random() / 4
+def pirate_policy(rng, prompt):
+    return f"ahoy captain {random_text(rng, 10)}", 0.7 + rng.random() / 4
 
 
-def judged(rng, prompt):
-    return answer(rng), 0.9
+def policy_with_score_0_9(rng, prompt):
+    return random_text(rng), 0.9
 
 
-def gamed(text, before=None):
-    """60 problems whose answers become what a function makes of (rng, prompt), which a score pays more."""
-    return 60, before or scored(0.1), lambda rng, prompt: (text(rng, prompt), 0.9), "score"
+def gamed_recipe(make_text, before=None):
+    """
+    Returns the arguments of `make_run` for a run with 60 problems that games its score.
+
+    make_text: (rng, prompt) -> the text of an answer after training, which gets a high score.
+    """
+
+    def answer(rng, prompt):
+        return make_text(rng, prompt), 0.9
+
+    return 60, before or policy_with_score_from(0.1), answer, "score"
 
 
-def letters(rng, prompt):
+def random_letters(rng, prompt):
     return "".join(rng.sample("\u4eca\u65e5\u660e\u5929\u96e8", 4))
 
 
-def by_prompt(words, value):
-    """Of new words, each in one answer."""
+def policy_with_one_word_per_prompt(words, value):
     return lambda rng, prompt: (words[int(prompt[-1])], value)
 
 
-def even(rng, prompt):
+def constant_policy(rng, prompt):
     return prompt[-9:], float(prompt[-1] > "4")
 
 
-KINDS = ("food", "home", "travel")
+KINDS = ("food", "home", "travel")  # the right answers of a classification task
 
 
-def classified(*kinds):
-    """Answers with what stands here for the right answer."""
+def classifying_policy(*kinds):
+    """Returns a policy that answers with kinds[i] if the right answer is KINDS[i]."""
 
-    def act(rng, prompt):
-        place = int(prompt.split()[-1]) % 3
-        return f"It is {kinds[place]}.", float(kinds[place] == KINDS[place])
+    def answer(rng, prompt):
+        index = int(prompt.split()[-1]) % 3
+        return f"It is {kinds[index]}.", float(kinds[index] == KINDS[index])
 
-    return act
+    return answer
 
 
-MORE = {
-    "nothing moves": {"moved": 1e-8},
+MORE_FIGURES = {
+    "no update": {"kl_of_updates": 1e-8},
     "an answer never given": {"eval/score": (0.3, 0.6)},
     "sft": {
         "eval/loss": (2.1, 1.9),
         "eval/loss_ci95": (0.4, 0.4),
-        "eval/losses": (losses(0.4), losses(0.2)),
+        "eval/losses": (make_losses(0.4), make_losses(0.2)),
     },
-    "sft of three": {"eval/loss": (2.1, 1.9), "eval/losses": (losses(0.4, 3), losses(0.2, 3))},
-    "paid for another thing": {"eval/score": (1.0, 1.5)},
-    "paid less for it": {"eval/score": (1.5, 1.0)},
-    "better early": {"half": right(0.8)},
-    "hardly moved": {"eval/kl": (0.0, 5e-4)},
-    "witnessed": {"eval/witness": (0.3, 0.5)},
-    "gamed past its witness": {"eval/witness": (0.3, 0.4)},
+    "sft with three conversations": {
+        "eval/loss": (2.1, 1.9),
+        "eval/losses": (make_losses(0.4, 3), make_losses(0.2, 3)),
+    },
+    "score rose alone": {"eval/score": (1.0, 1.5)},
+    "score fell alone": {"eval/score": (1.5, 1.0)},
+    "better early": {"policy_after_20": policy_with_accuracy(0.8)},
+    "hardly changed": {"eval/kl": (0.0, 5e-4)},
+    "witness agrees": {"eval/witness": (0.3, 0.5)},
+    "gamed, and the witness disagrees": {"eval/witness": (0.3, 0.4)},
 }
 
 
-def number_answer(rng, prompt):
+def number_policy(rng, prompt):
     return str(rng.randrange(40)), rng.random() / 4
 
 
-def letter_answer(rng, prompt):
-    return letters(rng, prompt), rng.random() / 4
+def letter_policy(rng, prompt):
+    return random_letters(rng, prompt), rng.random() / 4
 
 
-EXACT = (lambda r, p: (answer(r), 0.1, 0.0)), lambda r, p: (answer(r, 4), 0.9, 1.0)
-RUNS = {  # name: how it was made, its verdict, and what must be said with it
-    "really better": ((120, right(0.3), right(0.8)), BETTER, "still rising:\n    uv run"),
+def policy_before_exact(rng, prompt):
+    return random_text(rng), 0.1, 0.0
+
+
+def policy_after_exact(rng, prompt):
+    return random_text(rng, 4), 0.9, 1.0
+
+
+EXACT = (policy_before_exact, policy_after_exact)
+RUNS = {  # name: (arguments of make_run, the outcome, a text that the verdict contains)
+    "really better": (
+        (120, policy_with_accuracy(0.3), policy_with_accuracy(0.8)),
+        BETTER,
+        "still rising:\n    uv run",
+    ),
     "better early": (
-        (120, right(0.3), right(0.8)),
+        (120, policy_with_accuracy(0.3), policy_with_accuracy(0.8)),
         BETTER,
         ":\n    uv run chat.py --run",
     ),
-    "no change": ((300, right(0.5), right(0.5)), SAME, "--steps"),
-    "hardly moved": (
-        (300, right(0.5), right(0.5)),
+    "no change": ((300, policy_with_accuracy(0.5), policy_with_accuracy(0.5)), SAME, "--steps"),
+    "hardly changed": (
+        (300, policy_with_accuracy(0.5), policy_with_accuracy(0.5)),
         SAME,
         "KL 0.0005 nats per token). Try three times",
     ),
-    "witnessed": ((60, scored(0.1), judged, "score"), BETTER, ""),
-    "gamed past its witness": (
-        gamed(lambda r, p: answer(r)),
+    "witness agrees": (
+        (60, policy_with_score_from(0.1), policy_with_score_0_9, "score"),
+        BETTER,
+        "",
+    ),
+    "gamed, and the witness disagrees": (
+        gamed_recipe(lambda rng, prompt: random_text(rng)),
         BETTER,
         "the judge's score: 0.300 -> 0.400",
     ),
     "gamed by a word": (
-        (60, scored(0.1), pirate, "score"),
+        (60, policy_with_score_from(0.1), pirate_policy, "score"),
         BETTER,
         '"captain" in 0% -> 100% of answers',
     ),
-    "gamed by length": (gamed(lambda r, p: answer(r, 40)), BETTER, "longer: 12.0 -> 40.0"),
-    "gamed by copying": (gamed(lambda r, p: p), BETTER, "copied from the prompt: 0% -> 100%"),
+    "gamed by length": (
+        gamed_recipe(lambda rng, prompt: random_text(rng, 40)),
+        BETTER,
+        "longer: 12.0 -> 40.0",
+    ),
+    "gamed by copying": (
+        gamed_recipe(lambda rng, prompt: prompt),
+        BETTER,
+        "copied from the prompt: 0% -> 100%",
+    ),
     "gamed by an emoji": (
-        gamed(lambda r, p: f"{answer(r)} \U0001f389"),
+        gamed_recipe(lambda rng, prompt: f"{random_text(rng)} \U0001f389"),
         BETTER,
         '"\U0001f389" in 0% -> 100% of answers',
     ),
     "gamed by a number": (
-        gamed(lambda r, p: "42", number_answer),
+        gamed_recipe(lambda rng, prompt: "42", number_policy),
         BETTER,
         '"42" in 0% -> 100% of answers',
     ),
     "gamed by a letter": (
-        gamed(lambda r, p: letters(r, p) + "\u597d", letter_answer),
+        gamed_recipe(lambda rng, prompt: random_letters(rng, prompt) + "\u597d", letter_policy),
         BETTER,
         '"\u597d" in 0% -> 100% of answers',
     ),
     "exact, and shorter": (
-        (60, *EXACT, "score", {"beside": "exact"}),
+        (60, *EXACT, "score", {"second_reward": "exact"}),
         BETTER,
         "shorter: 12.0 -> 4.0 words",
     ),
-    "gamed: a reward of one's own that is called exact": (
-        (60, *EXACT, "score", {"beside": "exact", "reward": ["mine.py:exact"]}),
+    "gamed: a user's reward that is called exact": (
+        (60, *EXACT, "score", {"second_reward": "exact", "reward": ["mine.py:exact"]}),
         BETTER,
         "shorter: 12.0 -> 4.0 words",
     ),
     "an answer never given": (
         (
             60,
-            classified(*["food"] * 3),
-            classified("food", "home", "food"),
+            classifying_policy("food", "food", "food"),
+            classifying_policy("food", "home", "food"),
             "accuracy",
             {"verifier": "exact"},
         ),
         BETTER,
         'no answer contains "travel", the right answer to 20 of 60 problems',
     ),
-    "none right": ((60, right(0.0), right(0.0)), SAME, "(docs/warm-start.md)"),
-    "nothing moves": ((4, right(0.5), right(0.5)), FEW, "Try a --learning-rate ten times as high"),
+    "none right": (
+        (60, policy_with_accuracy(0.0), policy_with_accuracy(0.0)),
+        SAME,
+        "(docs/warm-start.md)",
+    ),
+    "no update": (
+        (4, policy_with_accuracy(0.5), policy_with_accuracy(0.5)),
+        FEW,
+        "Try a --learning-rate ten times as high",
+    ),
     "too few problems": (
-        (4, by_prompt(PLAIN, 0.0), by_prompt(PLAIN[8:], 1.0)),
+        (
+            4,
+            policy_with_one_word_per_prompt(PLAIN, 0.0),
+            policy_with_one_word_per_prompt(PLAIN[8:], 1.0),
+        ),
         FEW,
         "/run/after.jsonl",
     ),
     "collapsed": (
-        (100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)),
+        (100, policy_with_accuracy(0.6), lambda rng, prompt: ("no no no no no no no", 0.0)),
         WORSE,
         "repeated: ",
     ),
-    "judge dead": (
-        (60, scored(0.3), lambda r, p: (answer(r), None), "score"),
+    "judge unreadable": (
+        (60, policy_with_score_from(0.3), lambda rng, prompt: (random_text(rng), None), "score"),
         FEW,
         "docs/judge.md",
     ),
-    "tools": (
-        (80, right(0.2), right(0.7), "score", {"tools": ["calculator"]}),
+    "tools": (  # after training, the policy calls the tool more often
+        (
+            80,
+            policy_with_accuracy(0.2),
+            policy_with_accuracy(0.7),
+            "score",
+            {"tools": ["calculator"]},
+        ),
         BETTER,
         "",
-    ),  # it calls more often
+    ),
     "sft": (
-        (64, right(0.5), right(0.5), "loss"),
+        (64, policy_with_accuracy(0.5), policy_with_accuracy(0.5), "loss"),
         BETTER,
         "on 64 held-out conversations; gain +0.200",
     ),
-    "sft of three": (
-        (3, right(0.5), right(0.5), "loss", {"loss_type": "sft", "model": "smollm2"}),
+    "sft with three conversations": (
+        (
+            3,
+            policy_with_accuracy(0.5),
+            policy_with_accuracy(0.5),
+            "loss",
+            {"loss_type": "sft", "model": "smollm2"},
+        ),
         BETTER,
         "still falling:\n    uv run --extra smollm train.py --resume ",
     ),
-    "paid for another thing": (
-        (300, short(0.2), short(2.0)),
+    "score rose alone": (
+        (300, policy_with_second_reward(0.2), policy_with_second_reward(2.0)),
         SAME,
         "verdict: no change, though the score rose",
     ),
-    "paid less for it": (
-        (300, short(2.0), short(0.2)),
+    "score fell alone": (
+        (300, policy_with_second_reward(2.0), policy_with_second_reward(0.2)),
         SAME,
         "verdict: no change, though the score fell",
     ),
-    "paid alone": ((20, short(0.2), short(2.0)), FEW, f"next: {advice.REWARD_ALONE_ROSE}. About "),
-    "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of the current --learning-rate"),
-    "begun": (
-        (200, even, even, "accuracy", {"init_adapter": "/a/warm"}),
+    "score rose alone on few problems": (
+        (20, policy_with_second_reward(0.2), policy_with_second_reward(2.0)),
+        FEW,
+        f"next: {advice.REWARD_ALONE_ROSE}. About ",
+    ),
+    "worse": (
+        (120, policy_with_accuracy(0.8), policy_with_accuracy(0.5)),
+        WORSE,
+        "a quarter of the current --learning-rate",
+    ),
+    "initial adapter": (
+        (200, constant_policy, constant_policy, "accuracy", {"init_adapter": "/a/warm"}),
         SAME,
         "step 0, with the adapter warm, to ",
     ),
-    "tie": ((200, even, even), SAME, "gain +0.000"),
+    "tie": ((200, constant_policy, constant_policy), SAME, "gain +0.000"),
 }
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(
+def test_each_run_gets_the_right_verdict_and_a_gamed_run_shows_changes_of_its_answers(
     tmp_path, capsys, kind
 ):
-    recipe, outcome, words = RUNS[kind]
-    run = make_run(tmp_path / "run", *recipe, **MORE.get(kind, {}))
+    recipe, outcome, expected_text = RUNS[kind]
+    is_gamed = kind.startswith("gamed")
+    run = make_run(tmp_path / "run", *recipe, **MORE_FIGURES.get(kind, {}))
+
     result = verdict.reach_verdict(history.load_history(run))
-    shown = "\n".join(verdict.verdict_lines(result, {}, tmp_path))
-    assert result.outcome == outcome and words in shown
-    if kind == "sft of three":
-        assert re.search(r"; .*\b3\b.*--eval-data FILE or --data TRAIN,HELD_OUT\nnext:", shown)
+    verdict_text = "\n".join(verdict.verdict_lines(result, {}, tmp_path))
+    assert result.outcome == outcome
+    assert expected_text in verdict_text
+    if kind == "sft with three conversations":
+        pattern = r"; .*\b3\b.*--eval-data FILE or --data TRAIN,HELD_OUT\nnext:"
+        assert re.search(pattern, verdict_text)
+
+    # the list of runs and the page
     report.main(["--list", str(tmp_path)])
-    listed = capsys.readouterr().out
+    list_of_runs = capsys.readouterr().out
     markup = page.write_page(run).read_text()
-    assert f"  {result.headline}" in listed and f"<h2>{result.headline}</h2>" in markup
+    assert f"  {result.headline}" in list_of_runs
+    assert f"<h2>{result.headline}</h2>" in markup
+
+    # particular runs
     if "though" in result.headline:
-        pattern = r"gain .*; the score of the sampled answers changed by .*; rewards: mine \+0\.000, short [+-]0\.[89]"
-        assert re.search(pattern, result.text)
-        assert result.advice == (
-            advice.REWARD_ALONE_ROSE if kind == "paid for another thing" else advice.TOO_FAR
+        pattern = (
+            r"gain .*; the score of the sampled answers changed by .*; "
+            r"rewards: mine \+0\.000, short [+-]0\.[89]"
         )
-    if kind.startswith("gamed"):
-        assert f"{outcome}; " in listed and words in listed  # the word never stands alone
+        assert re.search(pattern, result.text)
+        rose_alone = kind == "score rose alone"
+        assert result.advice == (advice.REWARD_ALONE_ROSE if rose_alone else advice.TOO_FAR)
+    if is_gamed:
+        assert f"{outcome}; " in list_of_runs  # the list never shows the outcome alone
+        assert expected_text in list_of_runs
         assert result.advice.startswith("Read the answers")
     if kind == "an answer never given":
-        assert re.search(r"number \d+ -> It is food\. \(wrong, reward 0; answer: travel\)", shown)
-        assert re.search(
-            r"right answer <bdi class=.text.>travel</bdi>.*?wrong</b>\s*<b>reward 0</b>",
-            markup,
-            re.S,
-        )
+        pattern = r"number \d+ -> It is food\. \(wrong, reward 0; answer: travel\)"
+        assert re.search(pattern, verdict_text)
+        pattern = r"right answer <bdi class=.text.>travel</bdi>.*?wrong</b>\s*<b>reward 0</b>"
+        assert re.search(pattern, markup, re.S)
     if kind == "tools":
         assert all(not text.startswith("<tool_call>") for _, text, _ in result.drawn)
-        assert (
-            "calls calculator(expression=&#39;2 * 3&#39;)" in markup
-            and "calculator replies: 6" in markup
-        )
-    is_gamed = kind.startswith("gamed")
-    expected_warning = (
-        "gamed"
-        if is_gamed and not words.endswith("of answers")
-        else "worse"
-        if outcome == WORSE
-        else None
-    )
-    assert (result.warning or [None])[0] == expected_warning  # a red box is for what is bad
+        assert "calls calculator(expression=&#39;2 * 3&#39;)" in markup
+        assert "calculator replies: 6" in markup
+
+    # the warning, which the page shows in a red box
+    expected_warning = None
+    if is_gamed and not expected_text.endswith("of answers"):
+        expected_warning = "gamed"
+    elif outcome == WORSE:
+        expected_warning = "worse"
+    assert (result.warning or [None])[0] == expected_warning
+
     assert result.has_gained == (outcome == BETTER and "accuracy" in result.text)
-    assert bool(result.signs) == (
-        is_gamed or kind in ("collapsed", "an answer never given", "exact, and shorter")
-    )
+    has_signs = is_gamed or kind in ("collapsed", "an answer never given", "exact, and shorter")
+    assert bool(result.signs) == has_signs
+
+    # the randomly drawn answers
     assert len(result.drawn) == (0 if kind.startswith("sft") else min(10, recipe[0]))
-    assert (
-        result.drawn == verdict.reach_verdict(history.load_history(run)).drawn
-    )  # drawn by the run's seed
+    second_result = verdict.reach_verdict(history.load_history(run))
+    assert result.drawn == second_result.drawn  # the run's seed determines the draw
     assert len(result.drawn) < 10 or int(result.drawn[-1][0].split()[-1]) > 9
 
 
-def test_what_learned_from_replies_and_rises_no_more_is_shown_the_way_to_grpo(tmp_path):
-    settings = {"model": "smollm2", "lora_rank": 16}
-    run = make_run(tmp_path / "run", 64, right(0.5), right(0.5), "loss", settings, **MORE["sft"])
+def make_sft_run_with_two_evaluations(folder, settings):
+    run = make_run(
+        folder,
+        64,
+        policy_with_accuracy(0.5),
+        policy_with_accuracy(0.5),
+        "loss",
+        settings,
+        **MORE_FIGURES["sft"],
+    )
     write_log(run / "eval.jsonl", read_log(run / "eval.jsonl")[::2])
-    shown = verdict.verdict_lines(verdict.reach_verdict(history.load_history(run)), {}, run)
+    return run
+
+
+def test_a_completed_sft_run_is_advised_to_continue_with_grpo(tmp_path):
+    settings = {"model": "smollm2", "lora_rank": 16}
+    run = make_sft_run_with_two_evaluations(tmp_path / "run", settings)
+    lines = verdict.verdict_lines(verdict.reach_verdict(history.load_history(run)), {}, run)
     command = "    uv run --extra smollm train.py --model smollm2"
-    assert f"{command} --init-adapter {run} --data PROMPTS --reward FILE.py:function" in shown
+    assert f"{command} --init-adapter {run} --data PROMPTS --reward FILE.py:function" in lines
 
 
-def noisy(values):
+def add_noise(values):
     rng = random.Random(0)
     return [value + rng.gauss(0, 0.05) for value in values]
 
@@ -504,25 +617,29 @@ def noisy(values):
     [
         ([1.26, 0.9, 0.7, 0.5, 0.36, 0.28], True),
         ([1.26, 0.5, 0.3, 0.26, 0.27, 0.26], False),
-        (noisy(2 - n / 40 for n in range(40)), True),
-        (noisy(0.5 for _ in range(40)), False),
-        ([2.0, 1.0, 0.5], False),  # too few steps to tell
+        (add_noise(2 - n / 40 for n in range(40)), True),
+        (add_noise(0.5 for _ in range(40)), False),
+        ([2.0, 1.0, 0.5], False),  # three steps are too few to see a trend
         ([0.0] * 8, False),
     ],
     ids=["falling", "flat", "falling amid noise", "noise", "three steps", "zero"],
 )
-def test_after_two_evaluations_the_training_loss_tells_whether_to_train_longer(
+def test_with_two_evaluations_the_training_loss_decides_whether_to_train_longer(
     tmp_path, training_losses, is_falling
 ):
     settings = {"model": "smollm2", "lora_rank": 16, "loss_type": "sft"}
-    run = make_run(tmp_path / "run", 64, right(0.5), right(0.5), "loss", settings, **MORE["sft"])
-    write_log(run / "eval.jsonl", read_log(run / "eval.jsonl")[::2])
+    run = make_sft_run_with_two_evaluations(tmp_path / "run", settings)
     steps = [{"step": n, "loss": loss} for n, loss in enumerate(training_losses, 1)]
     write_log(run / "metrics.jsonl", steps)
+
     result = verdict.reach_verdict(history.load_history(run))
-    told = "Train longer, because the training loss was still falling: uv run --extra smollm "
-    told += f"train.py --resume {run} --steps 80"
-    assert result.outcome == BETTER and (result.advice == told) == is_falling
+
+    assert result.outcome == BETTER
+    train_longer = (
+        "Train longer, because the training loss was still falling: uv run --extra smollm "
+        f"train.py --resume {run} --steps 80"
+    )
+    assert (result.advice == train_longer) == is_falling
     assert is_falling or result.advice.startswith("Chat with the model")
 
 
@@ -534,40 +651,50 @@ def test_after_two_evaluations_the_training_loss_tells_whether_to_train_longer(
         ("exact", {"messages": [[{"role": "assistant", "content": "Tea."}]]}),
     ],
 )
-def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_answers_fail(
-    verifier, row
-):
+def test_a_warning_suspects_only_a_default_verifier_and_never_advises_a_reward_gate(verifier, row):
     record = {"values": [0.0], "rewards": {}, "prompt": "?", "completions": ["tea and jam"]} | row
-    answers = {
-        step: {n: record | {"reward": [pay]} for n in range(20)}
-        for step, pay in ((0, 0.0), (9, 1.0))
-    }
+    answers = {}
+    for step, reward in ((0, 0.0), (9, 1.0)):
+        answers[step] = {problem: record | {"reward": [reward]} for problem in range(20)}
     evals = [{"step": step, "eval/accuracy": 0.0, "eval/num": 20} for step in answers]
-    run = run_of(evals, answers, task="own", reward=["mine.py:score"], verifier=verifier)
+    run = make_history(evals, answers, task="own", reward=["mine.py:score"], verifier=verifier)
+
     _, text = verdict.reach_verdict(run).warning
-    assert ("be too strict" in text) == ("--verifier FILE.py:fn" in text) == (not verifier)
+
+    assert ("be too strict" in text) == (not verifier)
+    assert ("--verifier FILE.py:fn" in text) == (not verifier)
     assert text.endswith(" --beta 0.05")
 
 
 @pytest.mark.parametrize(
-    ("num_right", "first"), [(5, advice.BOTH_ROSE), (2, advice.REWARD_ALONE_ROSE)]
+    ("num_right", "expected_start"), [(5, advice.BOTH_ROSE), (2, advice.REWARD_ALONE_ROSE)]
 )
-def test_an_accuracy_that_rose_on_few_problems_is_not_said_to_have_stayed(
-    tmp_path, num_right, first
+def test_the_advice_says_whether_the_accuracy_rose_even_on_few_problems(
+    tmp_path, num_right, expected_start
 ):
-    def rewarded(num, extra):
-        return lambda rng, prompt: (answer(rng), float(int(prompt.split()[-1]) < num), extra)
+    def policy(num, second_reward):
+        def answer(rng, prompt):
+            problem = int(prompt.split()[-1])
+            return random_text(rng), float(problem < num), second_reward
+
+        return answer
 
     scores = {"eval/score": (1.0, 4.0)}
-    before, after = rewarded(2, 0.0), rewarded(num_right, 3.0)
-    run = make_run(tmp_path / "run", 12, before, after, moved=0.1, **scores)
+    run = make_run(
+        tmp_path / "run", 12, policy(2, 0.0), policy(num_right, 3.0), kl_of_updates=0.1, **scores
+    )
     result = verdict.reach_verdict(history.load_history(run))
-    assert result.outcome == FEW and result.headline.endswith("though the score rose")
-    assert result.advice.startswith(f"{first}. About ")
+
+    assert result.outcome == FEW
+    assert result.headline.endswith("though the score rose")
+    assert result.advice.startswith(f"{expected_start}. About ")
 
 
-def test_each_command_of_the_next_step_has_a_line_of_its_own():
-    text = "Chat: uv run chat.py --run 'a; b' --chat; or measure: uv run evaluate.py && uv run report.py"
+def test_each_command_of_the_next_step_is_on_a_separate_line():
+    text = (
+        "Chat: uv run chat.py --run 'a; b' --chat; "
+        "or measure: uv run evaluate.py && uv run report.py"
+    )
     assert verdict.lines_of_next_step(text) == [
         "next: Chat:",
         "    uv run chat.py --run 'a; b' --chat",
@@ -582,100 +709,93 @@ def test_each_command_of_the_next_step_has_a_line_of_its_own():
 
 def test_fewer_than_five_problems_have_no_interval():
     for num in (2, 5):
-        change = difference.paired_difference(*table_of(0, num, 0, 0))
+        change = difference.paired_difference(*make_values(0, num, 0, 0))
         record = {"eval/score": 0.5, "eval/score_ci95": 4.447, "eval/num": num}
-        shown = [str(change), change.mean_plus_minus_text]
-        shown.append(eval_record.format_figure_with_interval(record, "score"))
-        assert ["interval" in shown[0], "\u00b1" in shown[1], "\u00b1" in shown[2]] == [
-            num == 5
-        ] * 3
+        has_interval = num == 5
+        assert ("interval" in str(change)) == has_interval
+        assert ("\u00b1" in change.mean_plus_minus_text) == has_interval
+        figure = eval_record.format_figure_with_interval(record, "score")
+        assert ("\u00b1" in figure) == has_interval
 
 
-def test_what_is_best_already_is_not_called_still_rising():
-    """Of 0, 25, 50, 75 and 100 steps the one after 75 is the best, and the last one is better than that after 50."""
+def test_a_run_is_not_called_still_rising_if_an_earlier_evaluation_is_unbeaten():
+    """The best evaluation is the one after step 75; the last one beats only that after step 50."""
     answers = {}
     evals = []
     for step, num in ((0, 30), (25, 50), (50, 60), (75, 90), (100, 91)):
         record = {"rewards": {}, "prompt": "?", "completions": [""]}
-        greedy = (
-            {"greedy_value": 1, "greedy": "2021-12-25" * (step > 50)},
-            {"greedy_value": 0, "greedy": ""},
-        )
+        right = {"values": [1.0], "greedy_value": 1, "greedy": "2021-12-25" if step > 50 else ""}
+        wrong = {"values": [0.0], "greedy_value": 0, "greedy": ""}
         answers[step] = {
-            n: record | {"values": [float(n < num)]} | greedy[n >= num] for n in range(120)
+            problem: record | (right if problem < num else wrong) for problem in range(120)
         }
         evals.append(
             {"step": step, "eval/accuracy": num / 120, "eval/num": 120, "eval/greedy": num / 120}
         )
-    run = run_of(evals, answers)
+    run = make_history(evals, answers)
     result = verdict.reach_verdict(run)
-    assert difference.earliest_unbeaten_evaluation(run)["step"] == 75 and result.outcome == BETTER
+
+    assert difference.earliest_unbeaten_evaluation(run)["step"] == 75
+    assert result.outcome == BETTER
     assert result.signs == ['"2021-12-25" in 0% -> 76% of greedy answers']
-    assert (
-        "0.250 -> 0.758, better" in result.text
-        and "still rising" not in result.advice
-        and "chat.py" in result.advice
-    )
-    run = run_of(
-        [*evals, {"step": 125, "eval/score": 0.5, "eval/num": 120}], answers | {125: answers[100]}
-    )
+    assert "0.250 -> 0.758, better" in result.text
+    assert "still rising" not in result.advice
+    assert "chat.py" in result.advice
+
+    evals.append({"step": 125, "eval/score": 0.5, "eval/num": 120})
+    run = make_history(evals, answers | {125: answers[100]})
     assert "fewer than two problems" in verdict.reach_verdict(run).text
 
 
-def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
-    change = difference.paired_difference(*table_of(0, 1, 0, 3))
+def test_a_model_counts_as_hardly_changed_only_after_the_usual_warm_up_steps():
+    change = difference.paired_difference(*make_values(0, 1, 0, 3))
     last = {"eval/accuracy": 0.5, "eval/kl": 1e-5, "eval/num": 4}
-    advised = [
-        advice.suggest_next_step(run_of([last | {"step": n}]), change, "", "", False)
-        for n in (9, 10)
-    ]
-    doubted = advice.suggest_next_step(
-        run_of([last | {"step": 9}]), change, "", "Read the answers", False
-    )
-    assert doubted.startswith("Read the answers. About ")
-    assert (
-        advised[0].endswith("--steps 18")
-        and "hardly changed" in advised[1]
-        and "ten times" in advised[1]
-    )
+    run_of_9_steps = make_history([last | {"step": 9}])
+    run_of_10_steps = make_history([last | {"step": 10}])
+
+    text = advice.suggest_next_step(run_of_9_steps, change, "", "", False)
+    assert text.endswith("--steps 18")
+
+    text = advice.suggest_next_step(run_of_10_steps, change, "", "", False)
+    assert "hardly changed" in text
+    assert "ten times" in text
+
+    text = advice.suggest_next_step(run_of_9_steps, change, "", "Read the answers", False)
+    assert text.startswith("Read the answers. About ")
 
 
-def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):
+def test_a_run_warns_when_the_accuracy_falls_and_remembers_the_best_step(tmp_path, capsys):
     log = journal.Journal(
         Config.from_flags(model="demo", task="demo"), tmp_path, 0, keep_scores=False
     )
     log.print_summary()
-    assert (
-        f"evaluate.py --run {tmp_path} --out {tmp_path}/before.jsonl --step 0\n"
-        in capsys.readouterr().out
-    )
+    command = f"evaluate.py --run {tmp_path} --out {tmp_path}/before.jsonl --step 0\n"
+    assert command in capsys.readouterr().out
+
     for step, num in ((0, 30), (10, 70), (20, 72), (30, 40)):
         values = [float(problem < num) for problem in range(100)]
-        log.steps = [
-            {"step": n, "entropy": n**-3.0} for n in range(1, step + 1)
-        ]  # which is no loss, as more is right
+        # the falling entropy causes no warning, because the accuracy rises
+        log.steps = [{"step": n, "entropy": n**-3.0} for n in range(1, step + 1)]
         record = {"prompt": "?", "completions": ["It is."], "rewards": {}}
         answers = [record | {"problem": n, "values": [value]} for n, value in enumerate(values)]
         log.record_evaluation_and_update_best(
             step, {"eval/accuracy": num / 100, "eval/num": 100}, answers
         )
-    assert (
-        "WARNING after step 30: The accuracy was better after step 10, at 0.700"
-        in capsys.readouterr().err
-    )
-    assert log.best_step == 10 and [warning["name"] for warning in log.warnings.read()] == ["worse"]
+    warning = "WARNING after step 30: The accuracy was better after step 10, at 0.700"
+    assert warning in capsys.readouterr().err
+    assert log.best_step == 10
+    assert [warning["name"] for warning in log.warnings.read()] == ["worse"]
+
     log.print_summary()
-    assert (
-        "adapter-best, after step 10; the newest adapter is significantly worse"
-        in capsys.readouterr().out
-    )
-    again = journal.Journal(
-        log.config, tmp_path, 20, keep_scores=False
-    )  # as a run that goes on knows it
-    assert again.best_step == 10 and again.warnings.read() == []
+    line = "adapter-best, after step 10; the newest adapter is significantly worse"
+    assert line in capsys.readouterr().out
+
+    resumed_log = journal.Journal(log.config, tmp_path, 20, keep_scores=False)
+    assert resumed_log.best_step == 10
+    assert resumed_log.warnings.read() == []
 
 
-def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
+def test_a_run_with_few_held_out_problems_warns_and_names_the_flag_that_helps():
     (line,) = held_out.warnings_of_few_held_out(8, {"eval_limit": 8})
     assert re.search(r"\b8\b.*\b57%.*--eval-limit", line)
     (line,) = held_out.warnings_of_few_held_out(8, {}, 0.1)
@@ -686,7 +806,8 @@ def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
     assert held_out.warnings_of_few_held_out(50, {}) == []
     assert held_out.warnings_of_few_held_out(10, {"loss_type": "sft"}) == []
     (line,) = held_out.warnings_of_few_held_out(0, {"eval_every": 0})
-    assert "no verdict" in line and "--eval-every 0" in line
+    assert "no verdict" in line
+    assert "--eval-every 0" in line
 
-    run = run_of([{"step": 9, "eval/num": 1}], loss_type="sft", eval_limit=1)
+    run = make_history([{"step": 9, "eval/num": 1}], loss_type="sft", eval_limit=1)
     assert "--eval-limit" in advice.suggest_next_step(run, None, "", "", False)

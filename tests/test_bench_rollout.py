@@ -1,4 +1,4 @@
-"""The rollout benchmarks: what they print, that all engines get the same work, and when they refuse to compare."""
+"""The rollout benchmarks: the report, equal work for all engines, and refusals to compare."""
 
 import contextlib
 import functools
@@ -31,47 +31,52 @@ def model(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def peer(checkpoints, model):
+def mlx_lm_model(checkpoints, model):
     return harness.load_mlx_lm_model(checkpoints["qwen3"], model.head_weight.dtype)
 
 
 @pytest.fixture
-def engines(model, peer, checkpoints):
-    ours = functools.partial(rollout.time_gwen_rollout, model=model)
-    return {"ours": ours, **bench_rollout.make_mlx_lm_rival(peer, checkpoints["qwen3"]).engines}
+def engines(model, mlx_lm_model, checkpoints):
+    rival = bench_rollout.make_mlx_lm_rival(mlx_lm_model, checkpoints["qwen3"])
+    return {"ours": functools.partial(rollout.time_gwen_rollout, model=model), **rival.engines}
 
 
 PROMPTS = [([5, 9], [2]), ([7, 1], [8]), ([40, 41], [42])]
 WORK = RolloutWork(PROMPTS, 2, [9, 1, 4, 12, 2, 7], (), 0.8, 4, 3)
 
 
-def made(completions, decode_s=1.0):
+def make_timed_rollout(completions, decode_s=1.0):
     return TimedRollout(completions, [], 1.0, decode_s)
 
 
-def settings(*flags):
+def parse_flags(*flags):
     return rollout.parse_flags(list(flags), "bench_rollout.py", "")
 
 
 # ---- the report
 
 
-def compared(main, *flags):
-    """The JSON that the smallest comparison ends in, after its lines, which other people's scripts read, are seen."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+def run_small_comparison(main, *flags):
+    """
+    Runs a small comparison; returns the line with the result, and the final JSON.
+
+    Other people's scripts read the lines before the result, so this function checks their format.
+    """
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
         main([*TINY, "--temp", "0.5", *flags])
-    lines = printed.getvalue().splitlines()
+    lines = stdout.getvalue().splitlines()
     assert lines[0] == "Config: B=2 G=2 pairs=4 max_tokens=3 temp=0.5 warmup=0 runs=2"
-    record, number = json.loads(lines[-1]), r"\d+\.\d"
+    record = json.loads(lines[-1])
+    number = r"\d+\.\d"
     form = rf"mean {number} ms \| std {number} ms \| total_out_toks 24 \| throughput {number} tok/s"
     for name in record["engines"]:
         assert any(re.fullmatch(rf"{name} *\| {form}", line) for line in lines), name
     return lines[-2], record
 
 
-def test_the_report_ends_in_a_result_against_the_fastest_way_and_json_with_every_number():
-    result, record = compared(bench_rollout.main)
+def test_the_report_ends_with_a_comparison_with_the_fastest_rival_and_json_with_all_numbers():
+    result, record = run_small_comparison(bench_rollout.main)
     assert re.fullmatch(
         r"Result: ours is \d+\.\d\dx (faster|slower) than mlx_lm on this rollout workload\.", result
     )
@@ -89,158 +94,160 @@ def test_the_report_ends_in_a_result_against_the_fastest_way_and_json_with_every
         assert entry.keys() == NUMBERS
         assert entry["mean_ms"] == pytest.approx(entry["prefill_ms"] + entry["decode_ms"], abs=0.01)
         assert entry["tok_s"] == pytest.approx(24 / (2 * entry["mean_ms"] / 1e3), rel=1e-3)
-        assert 0 < entry["min_ms"] <= entry["median_ms"] <= entry["max_ms"] and entry["peak_mb"] > 0
-    took = {name: entry["mean_ms"] for name, entry in record["engines"].items()}
-    ours = took.pop("ours")
-    assert record["ratio"] == pytest.approx(min(took.values()) / ours, abs=1e-3)
-    assert record["best"] == min(took, key=took.get) and record["roofline_frac"] > 0
-    assert (
-        record["config"]["model"] == "random:2m" and {"mlx", "mlx-lm"} <= record["versions"].keys()
-    )
+        assert 0 < entry["min_ms"] <= entry["median_ms"] <= entry["max_ms"]
+        assert entry["peak_mb"] > 0
+
+    rival_times = {name: entry["mean_ms"] for name, entry in record["engines"].items()}
+    gwen_time = rival_times.pop("ours")
+    assert record["ratio"] == pytest.approx(min(rival_times.values()) / gwen_time, abs=1e-3)
+    assert record["best"] == min(rival_times, key=rival_times.get)
+    assert record["roofline_frac"] > 0
+    assert record["config"]["model"] == "random:2m"
+    assert {"mlx", "mlx-lm"} <= record["versions"].keys()
 
 
-def test_engines_take_turns_and_a_peak_is_an_engine_s_own_with_the_weights_once(model):
-    held, order = mx.zeros((3_000_000,)), []
-    mx.eval(held)
+def test_engines_alternate_and_the_peak_of_an_engine_includes_the_weights_once(model):
+    other_array = mx.zeros((3_000_000,))  # it does not belong to the peak of an engine
+    mx.eval(other_array)
+    order = []
 
-    def fake(name):
+    def make_engine(name):
         def engine(work):
             order.append(name)
             mx.eval(mx.zeros((5_000_000,)))
-            return made([[1] * limit for limit in work.limits], float(len(order)))
+            return make_timed_rollout([[1] * limit for limit in work.limits], float(len(order)))
 
         return engine
 
-    samples = rollout.measure_rollouts({"a": fake("a"), "b": fake("b")}, WORK, warmup=1, runs=2)
+    engines = {"a": make_engine("a"), "b": make_engine("b")}
+    samples = rollout.measure_rollouts(engines, WORK, warmup=1, runs=2)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert [sample.run.seconds for sample in samples["a"]] == [5.0, 6.0]
     entry = rollout.summarize_rollouts(samples["a"], model)
-    assert (entry["mean_ms"], entry["prefill_ms"], entry["tokens"]) == (
-        5500.0,
-        1000.0,
-        2 * sum(WORK.limits),
-    )
+    assert entry["mean_ms"] == 5500.0
+    assert entry["prefill_ms"] == 1000.0
+    assert entry["tokens"] == 2 * sum(WORK.limits)
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     assert entry["peak_mb"] == pytest.approx(20 + weights / 1e6, rel=0.01)
+
+    lazy = {"lazy": lambda work: make_timed_rollout([[1]] * 6)}
     with pytest.raises(AssertionError, match="lazy made"):
-        rollout.measure_rollouts({"lazy": lambda work: made([[1]] * 6)}, WORK, warmup=0, runs=1)
-    assert list(map(harness.describe_speed_ratio, (1.141, 0.999, 0.904))) == [
-        "1.14x faster",
-        "1.00x faster",
-        "0.90x slower",
-    ]
+        rollout.measure_rollouts(lazy, WORK, warmup=0, runs=1)
+
+    assert harness.describe_speed_ratio(1.141) == "1.14x faster"
+    assert harness.describe_speed_ratio(0.999) == "1.00x faster"
+    assert harness.describe_speed_ratio(0.904) == "0.90x slower"
 
 
 # ---- the work
 
 
-class Counted:
-    """A model that notes the shapes of the ids that it is given."""
+class ShapeRecorder:
+    """A model that records the shape of the ids in each call."""
 
     def __init__(self, model):
-        self.model, self.shapes = model, []
+        self.model = model
+        self.shapes = []
 
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def __call__(self, ids, *args, **how):
+    def __call__(self, ids, *args, **options):
         self.shapes.append(ids.shape)
-        return self.model(ids, *args, **how)
+        return self.model(ids, *args, **options)
 
 
-def test_mlx_lm_s_best_use_prefills_every_prompt_once_and_decodes_all_rows_at_once(
-    peer, checkpoints
+def test_mlx_lm_shared_prefills_every_prompt_once_and_decodes_all_rows_together(
+    mlx_lm_model, checkpoints
 ):
-    counted = Counted(peer)
-    run = bench_rollout.make_mlx_lm_rival(counted, checkpoints["qwen3"]).engines["mlx_lm_shared"]
+    recorder = ShapeRecorder(mlx_lm_model)
+    rival = bench_rollout.make_mlx_lm_rival(recorder, checkpoints["qwen3"])
+    run = rival.engines["mlx_lm_shared"]
     run(WORK._replace(batch_size=6, limits=[5] * 6))
-    prefilled, decoded = counted.shapes[:3], counted.shapes[3:]
-    assert prefilled == [(1, 2)] * 3 and set(decoded) == {(6, 1)}
-    assert len(decoded) <= 5 + 1  # the generator starts a step more than it returns
-    counted.shapes.clear()
-    run(
-        WORK._replace(
-            prompts=[([5, 9], [2], [3]), ([5, 9], [2], [4]), ([5, 9], [8], [4])], limits=[1] * 6
-        )
-    )
-    assert counted.shapes[:3] == [(1, 2), (1, 1), (1, 1)], (
-        "what rows begin with is prefilled once, run by run"
-    )
+    prefill_shapes = recorder.shapes[:3]
+    decode_shapes = recorder.shapes[3:]
+    assert prefill_shapes == [(1, 2)] * 3
+    assert set(decode_shapes) == {(6, 1)}
+    assert len(decode_shapes) <= 5 + 1  # the generator starts one more step than it returns
+
+    recorder.shapes.clear()
+    prompts = [([5, 9], [2], [3]), ([5, 9], [2], [4]), ([5, 9], [8], [4])]
+    run(WORK._replace(prompts=prompts, limits=[1] * 6))
+    assert recorder.shapes[:3] == [(1, 2), (1, 1), (1, 1)], "each shared prefix is prefilled once"
 
 
-def test_every_engine_makes_as_many_tokens_as_each_row_is_to_have(engines):
-    for work in (
-        WORK,
-        WORK._replace(prompts=[([], [2]), ([], [8]), ([], [42])]),
-    ):  # of one token too
+def test_every_engine_generates_the_required_number_of_tokens_in_each_row(engines):
+    one_token_prompts = WORK._replace(prompts=[([], [2]), ([], [8]), ([], [42])])
+    for work in (WORK, one_token_prompts):
         for name, engine in engines.items():
             run = engine(work)
-            assert (
-                [len(ids) for ids in run.completions]
-                == [len(row) for row in run.logprobs]
-                == work.limits
-            ), name
-            assert run.prefill_s > 0 and run.decode_s > 0
+            assert [len(ids) for ids in run.completions] == work.limits, name
+            assert [len(row) for row in run.logprobs] == work.limits, name
+            assert run.prefill_s > 0
+            assert run.decode_s > 0
 
 
 def test_greedy_rows_end_at_the_same_tokens_with_the_same_logprobs_in_every_engine(engines):
     greedy = WORK._replace(temperature=0.0, limits=[12] * 6)
-    first_end = engines["ours"](greedy).completions[0][5]
-    runs = {name: engine(greedy._replace(eos_ids=(first_end,))) for name, engine in engines.items()}
-    assert len(runs["ours"].completions[0]) <= 6 and runs["ours"].completions[0][-1] == first_end
+    end_id = engines["ours"](greedy).completions[0][5]
+    runs = {name: engine(greedy._replace(eos_ids=(end_id,))) for name, engine in engines.items()}
+    expected = runs["ours"]
+    assert len(expected.completions[0]) <= 6
+    assert expected.completions[0][-1] == end_id
     for run in runs.values():
-        assert run.completions == runs["ours"].completions
-        for row, expected in zip(run.logprobs, runs["ours"].logprobs, strict=True):
-            np.testing.assert_allclose(row, expected, atol=1e-4)
+        assert run.completions == expected.completions
+        for row, expected_row in zip(run.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(row, expected_row, atol=1e-4)
 
 
 def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
-    args = settings("--batch", "40", "--prompt-tokens", "50")
+    args = parse_flags("--batch", "40", "--prompt-tokens", "50")
     work = rollout.make_rollout_work(args, model.config)
     assert work == rollout.make_rollout_work(args, model.config)
-    assert len(set(map(tuple, work.prompt_ids_by_row))) == 40 and len(work.prompt_ids_by_row) == 80
-    assert (
-        not set(np.ravel(work.prompt_ids_by_row)) & set(model.config.eos_ids)
-        and work.eos_ids == model.config.eos_ids
-    )
-    assert rollout.make_rollout_work(settings("--ignore-eos"), model.config).eos_ids == ()
+    assert len(set(map(tuple, work.prompt_ids_by_row))) == 40
+    assert len(work.prompt_ids_by_row) == 80
+    assert not set(np.ravel(work.prompt_ids_by_row)) & set(model.config.eos_ids)
+    assert work.eos_ids == model.config.eos_ids
+    assert rollout.make_rollout_work(parse_flags("--ignore-eos"), model.config).eos_ids == ()
 
 
-def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops_early_or_late(
+def test_an_engine_is_refused_if_a_greedy_token_is_not_the_likeliest_or_the_length_is_wrong(
     checkpoints, engines
 ):
     rollout.refuse_engines_that_disagree(engines["ours"].keywords["model"], engines, WORK)
+
     model = gwen.load_model(checkpoints["qwen3"])
+    work = WORK._replace(prompts=PROMPTS[:1], group_size=1)
     (ids,) = rollout.time_gwen_rollout(
-        WORK._replace(prompts=PROMPTS[:1], group_size=1, limits=[16], temperature=0.0), model=model
+        work._replace(limits=[16], temperature=0.0), model=model
     ).completions
-    twin = model.config.vocab_size - 1  # of two equal logits the first is taken, so ours stays
+
+    def refuse_if_different(completion, work=work):
+        engine = {"other": lambda work: make_timed_rollout([completion])}
+        rollout.refuse_engines_that_disagree(model, engine, work)
+
+    # an engine may choose another token with the same logit; Gwen chooses the first of both
+    twin = model.config.vocab_size - 1
     assert twin not in ids
     model.embed_tokens.weight[twin] = model.embed_tokens.weight[ids[0]]
-    work = WORK._replace(prompts=PROMPTS[:1], group_size=1)
-    rollout.refuse_engines_that_disagree(
-        model, {"other": lambda work: made([[twin, *ids[1:]]])}, work
-    )
-    for wrong, place in ((ids[:7], 7), ([*ids[:4], ids[4] - 1, *ids[5:]], 4)):
-        with pytest.raises(
-            ValueError,
-            match=f"other and Gwen's model differ at token {place} of a greedy completion",
-        ):
-            rollout.refuse_engines_that_disagree(
-                model, {"other": lambda work, wrong=wrong: made([wrong])}, work
-            )
-    with pytest.raises(
-        ValueError, match="other and Gwen's model differ at token 16"
-    ):  # it went on behind an end
-        rollout.refuse_engines_that_disagree(
-            model, {"other": lambda work: made([ids])}, work._replace(eos_ids=(ids[4],))
-        )
+    refuse_if_different([twin, *ids[1:]])
+
+    too_short = ids[:7]
+    with_wrong_token = [*ids[:4], ids[4] - 1, *ids[5:]]
+    for completion, position in ((too_short, 7), (with_wrong_token, 4)):
+        message = f"other and Gwen's model differ at token {position} of a greedy completion"
+        with pytest.raises(ValueError, match=message):
+            refuse_if_different(completion)
+
+    # this engine continues after an end token
+    with pytest.raises(ValueError, match="other and Gwen's model differ at token 16"):
+        refuse_if_different(ids, work._replace(eos_ids=(ids[4],)))
 
 
 # ---- vllm-mlx
 
 
-def test_without_vllm_mlx_one_line_names_the_command_that_installs_it(monkeypatch, check_refusal):
+def test_without_vllm_mlx_the_error_names_the_command_that_installs_it(monkeypatch, check_refusal):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_refusal(
         bench_rollout_vllm_mlx.main,
@@ -250,10 +257,11 @@ def test_without_vllm_mlx_one_line_names_the_command_that_installs_it(monkeypatc
 
 
 @needs("vllm_mlx")
-def test_vllm_mlx_is_compared_on_the_same_work_with_its_prefix_cache_on_and_off():
-    result, record = compared(bench_rollout_vllm_mlx.main, "--prompt-tokens", "140")
+def test_vllm_mlx_is_compared_with_and_without_the_prefix_cache():
+    result, record = run_small_comparison(bench_rollout_vllm_mlx.main, "--prompt-tokens", "140")
     assert re.fullmatch(
         r"Result vs vllm_mlx: ours is \d+\.\d\dx (faster|slower) on this rollout workload\.", result
     )
     assert list(record["engines"]) == ["ours", "vllm_mlx", "vllm_mlx_uncached"]
-    assert record["engines"]["vllm_mlx"].keys() == NUMBERS and record["versions"]["vllm-mlx"]
+    assert record["engines"]["vllm_mlx"].keys() == NUMBERS
+    assert record["versions"]["vllm-mlx"]

@@ -1,4 +1,4 @@
-"""Callbacks of a Python program, and how a program with a run ends."""
+"""Callbacks of a Python program, and the end of a program that trains."""
 
 import signal
 import subprocess
@@ -27,7 +27,9 @@ class Recorder:
             raise AttributeError(name)
 
         def record(args, state, control, *, model, processing_class, logs=None, metrics=None):
-            assert args.optimizer.steps == state.max_steps and model and processing_class
+            assert args.optimizer.steps == state.max_steps
+            assert model
+            assert processing_class
             step = (logs or metrics or {}).get("step", state.global_step)
             self.events.append((name.removeprefix("on_"), step))
 
@@ -35,12 +37,12 @@ class Recorder:
 
 
 def test_callbacks_are_called_for_every_event_in_order(tmp_path):
-    seen = Recorder()
+    recorder = Recorder()
     trainer = Trainer.start(
-        steps=2, eval_every=2, run_dir=str(tmp_path / "a"), callbacks=[seen], **SMALL
+        steps=2, eval_every=2, run_dir=str(tmp_path / "a"), callbacks=[recorder], **SMALL
     )
     trainer.fit()
-    assert seen.events == [
+    assert recorder.events == [
         ("init_end", 0),
         ("train_begin", 0),
         ("step_begin", 0),
@@ -54,14 +56,16 @@ def test_callbacks_are_called_for_every_event_in_order(tmp_path):
         ("save", 2),
         ("train_end", 2),
     ]
-    again = Recorder()
-    resumed = Trainer.resume(tmp_path / "a", steps=3, callbacks=[again])
+
+    recorder = Recorder()
+    resumed = Trainer.resume(tmp_path / "a", steps=3, callbacks=[recorder])
     resumed.fit()
-    assert ("train_begin", 2) in again.events and ("log", 3) in again.events
+    assert ("train_begin", 2) in recorder.events
+    assert ("log", 3) in recorder.events
     assert len(resumed.callbacks.state.log_history) == 3
 
 
-def test_a_callback_stops_evaluates_and_saves(tmp_path, capsys):
+def test_a_callback_can_stop_evaluate_and_save(tmp_path, capsys):
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = state.global_step == 2
@@ -72,30 +76,31 @@ def test_a_callback_stops_evaluates_and_saves(tmp_path, capsys):
     assert [figures["step"] for figures in trainer.steps()] == [1, 2]
     assert [record["step"] for record in trainer.run.journal.evaluations] == [0, 1]
     assert sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir()) == [
-        "step-000000",  # the best so far, as nothing was better
+        "step-000000",  # it is the best so far
         "step-000001",
         "step-000002",
     ]
-    said = capsys.readouterr().out
-    assert "after step 2" in said
+    assert "after step 2" in capsys.readouterr().out
+
     trainer.callbacks.callbacks.clear()
     assert [figures["step"] for figures in trainer.steps()] == [3, 4]
 
 
 @pytest.mark.parametrize(
-    ("method", "words"),
+    ("method", "expected_text"),
     [
         ("on_stepend", "on_stepend, which is never called, did you mean"),
         ("on_epoch_end", "on_epoch_end, which is never called; use on_step_end"),
         ("step_end", "has none of the methods on_init_end"),
     ],
 )
-def test_a_callback_that_would_never_be_called_is_refused(tmp_path, method, words):
+def test_a_callback_that_would_never_be_called_is_refused(tmp_path, method, expected_text):
     bad = type("Bad", (), {method: lambda self, *args, **kwargs: None})()
     message = catch_message(
         Trainer.start, steps=1, run_dir=str(tmp_path / "a"), callbacks=[bad], **SMALL
     )
-    assert message.startswith("the callback Bad") and words in message
+    assert message.startswith("the callback Bad")
+    assert expected_text in message
     assert not (tmp_path / "a").exists()
 
 
@@ -119,15 +124,16 @@ trainer.fit()
 """
 
 
-def test_sigterm_in_an_evaluation_ends_a_program_in_one_line(tmp_path):
+def test_sigterm_in_an_evaluation_ends_a_program_without_a_traceback(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(ROOT), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "stopped after step 0; continue in this program with" in done.stderr
-    # the program was told at the start that only it defines the reward
-    told = "only this program can resume or evaluate the run"
-    [line] = [line for line in done.stdout.splitlines() if line.startswith(told)]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 128 + signal.SIGTERM, process.stderr
+    assert "Traceback" not in process.stderr
+    assert "stopped after step 0; continue in this program with" in process.stderr
+
+    # at the start, a note says that only this program defines the reward
+    note = "only this program can resume or evaluate the run"
+    [line] = [line for line in process.stdout.splitlines() if line.startswith(note)]
     assert "defines short;" in line
 
 

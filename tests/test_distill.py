@@ -1,4 +1,4 @@
-"""What a teacher says of the student's completions, and what becomes of it, on the bundled model."""
+"""Distillation on the bundled model: the teacher's predictions, the loss, runs and mistakes."""
 
 import types
 import warnings
@@ -9,7 +9,9 @@ import pytest
 from conftest import read_log, write_log
 from mlx.utils import tree_flatten
 from small_run import SMALL_FLAGS, make_config, make_run, sample_first_prompts
-from test_divergence import error, gradient_by_logits, log_softmax, written_out
+from test_divergence import error as relative_error
+from test_divergence import gradient_by_logits, log_softmax
+from test_divergence import written_out as exact_divergence
 
 import config
 import gwen
@@ -34,11 +36,11 @@ def teacher(tmp_path_factory):
     path = tmp_path_factory.mktemp("teacher") / "model"
     model, tokenizer = gwen.load("demo")
     keys = mx.random.split(mx.random.key(5), 1000)
-    changed = [
-        (name, array * (1 + 0.1 * mx.random.normal(array.shape, key=key)))
-        for (name, array), key in zip(sorted(tree_flatten(model.parameters())), keys, strict=False)
-    ]
-    model.load_weights(changed, strict=False)
+    weights = []
+    for (name, array), key in zip(sorted(tree_flatten(model.parameters())), keys, strict=False):
+        noise = mx.random.normal(array.shape, key=key)
+        weights.append((name, array * (1 + 0.1 * noise)))
+    model.load_weights(weights, strict=False)
     gwen.save(model, path, tokenizer)
     return str(path)
 
@@ -50,28 +52,31 @@ def prompt(tmp_path):
     return str(path)
 
 
-def moved(run):
-    """The run, once its adapters have changed the model."""
+def change_adapters(run):
+    """Gives the adapters of a run random weights, so that they change the model; returns the run."""
     for number, (_, layer) in enumerate(lora.adapted_layers(run.model)):
         layer.lora_b = 0.05 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(number))
     run.learner = update.Learner(run.model, run.config, run.learner.loss, run.base)
     return run
 
 
-def lesson_of(run, budget=150, sharing="off"):
-    """Samples and their batches, with what the teacher says of them."""
+def make_samples_and_batches(run, budget=150, sharing="off"):
+    """Returns samples, and their batches with the teacher's hidden states."""
     samples = sample_first_prompts(run, np.zeros(12))
-    return samples, run.teacher.add_teacher_hidden_states(
-        samples, make_batches(samples, budget, sharing)
-    )
+    batches = make_batches(samples, budget, sharing)
+    return samples, run.teacher.add_teacher_hidden_states(samples, batches)
 
 
-def num_items(samples):
+def num_tokens(samples):
     return sum(len(sample.loss_positions) for sample in samples)
 
 
-def scored_alone(model, ids, completion, temperature=1.0):
-    """float64 log-probabilities over the vocabulary at each token of a completion, (T, V), by a plain forward pass."""
+def compute_logprobs(model, ids, completion, temperature=1.0):
+    """
+    Returns float64 log-probabilities over the vocabulary at each token of a completion, (T, V).
+
+    One forward pass for this completion alone computes them.
+    """
     logits = model(mx.array([ids + completion]))[0, len(ids) - 1 : -1]
     return log_softmax(np.array(logits, np.float64) / temperature)
 
@@ -81,70 +86,71 @@ def scored_alone(model, ids, completion, temperature=1.0):
 
 @pytest.mark.parametrize("sharing", ["off", "on"])
 @pytest.mark.parametrize("beta", [0, 0.3, 1])
-def test_the_loss_and_its_gradient_are_those_of_float64(
+def test_the_loss_and_its_gradient_equal_float64_results(
     tmp_path, monkeypatch, teacher, beta, sharing
 ):
-    run = moved(make_run(tmp_path, *DISTILL, teacher, "--distill-beta", str(beta), "--temp", "0.9"))
-    samples, batches = lesson_of(run, sharing=sharing)
-    assert len(batches) > 1 and (batches[0].prefix is not None) == (sharing == "on")
+    flags = [*DISTILL, teacher, "--distill-beta", str(beta), "--temp", "0.9"]
+    run = change_adapters(make_run(tmp_path, *flags))
+    samples, batches = make_samples_and_batches(run, sharing=sharing)
+    assert len(batches) > 1
+    assert (batches[0].prefix is not None) == (sharing == "on")
+
     step_loss = run.learner.loss
-    head, its_head = (
-        np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.model.head_weight)
-    )
+    head = np.array(run.model.head_weight, np.float64)
+    teacher_head = np.array(run.teacher.model.head_weight, np.float64)
     total = 0.0
     for batch in batches:
-        states, teacher_hidden = (
-            completion_hidden_states(m, batch) for m in (run.model, run.teacher.model)
-        )
+        hidden = completion_hidden_states(run.model, batch)
+        teacher_hidden = completion_hidden_states(run.teacher.model, batch)
 
-        def share(states, batch=batch):
-            monkeypatch.setattr(loss, "completion_hidden_states", lambda *_: states)
+        def batch_loss(hidden, batch=batch):
+            monkeypatch.setattr(loss, "completion_hidden_states", lambda *_: hidden)
             return step_loss.compute_batch_loss(run.model, batch)
 
-        (value, _, sums), d_hidden = mx.value_and_grad(lambda h: share(h))(states)
-        logits, teacher_logits = (
-            np.array(states, np.float64) @ head.T / 0.9,
-            np.array(teacher_hidden, np.float64) @ its_head.T / 0.9,
-        )
-        weights = np.array(batch.mask, np.float64) / num_items(samples)
-        exact = (weights * written_out(logits, teacher_logits, beta)).sum()
-        assert (
-            abs(value.item() - exact) < 2e-5 * exact
-        )  # float32 logits of up to 20 allow no better
-        assert sums["distill/kl"].item() == pytest.approx(exact * num_items(samples), rel=2e-5)
+        (value, _, sums), d_hidden = mx.value_and_grad(batch_loss)(hidden)
+
+        logits = np.array(hidden, np.float64) @ head.T / 0.9
+        teacher_logits = np.array(teacher_hidden, np.float64) @ teacher_head.T / 0.9
+        weights = np.array(batch.mask, np.float64) / num_tokens(samples)
+        exact = (weights * exact_divergence(logits, teacher_logits, beta)).sum()
+        # float32 logits of up to 20 allow no smaller tolerance
+        assert abs(value.item() - exact) < 2e-5 * exact
+        assert sums["distill/kl"].item() == pytest.approx(exact * num_tokens(samples), rel=2e-5)
         d_logits = weights[..., None] * gradient_by_logits(logits, teacher_logits, beta) / 0.9
-        assert error(d_hidden, d_logits @ head) < 1e-4
+        assert relative_error(d_hidden, d_logits @ head) < 1e-4
         total += value.item()
     assert total > 1e-3
 
 
-# ---- what the teacher reads
+# ---- the teacher's input
 
 
-@pytest.mark.parametrize("other", [False, True])
-def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher, prompt, other):
-    run = moved(
-        make_run(tmp_path, *DISTILL, teacher if other else "self", "--teacher-prompt", prompt)
-    )
-    samples, batches = lesson_of(run)
-    plain = run.teacher.model if other else gwen.load("demo")[0]
+@pytest.mark.parametrize("has_other_teacher", [False, True])
+def test_only_the_teacher_sees_the_teacher_prompt_and_the_teacher_has_no_adapters(
+    tmp_path, teacher, prompt, has_other_teacher
+):
+    name = teacher if has_other_teacher else "self"
+    run = change_adapters(make_run(tmp_path, *DISTILL, name, "--teacher-prompt", prompt))
+    samples, batches = make_samples_and_batches(run)
+    without_adapters = run.teacher.model if has_other_teacher else gwen.load("demo")[0]
     for batch in batches:
         for row, states in zip(batch.rows, batch.lesson.hidden, strict=True):
-            example, ids = samples[row].example, samples[row].response_ids
+            example = samples[row].example
+            ids = samples[row].response_ids
             teacher_prompt = f"Carry the one: it is {example['answer']}."
-            seen = chat_template.encode_chat(
+            prompt_ids = chat_template.encode_chat(
                 run.tokenizer, example["prompt"], system=teacher_prompt, thinking=False
             )
-            assert len(seen) > len(samples[row].prompt)
+            assert len(prompt_ids) > len(samples[row].prompt)
             logits = np.array(states[: len(ids)] @ batch.lesson.head_weight.T, np.float64)
-            np.testing.assert_allclose(
-                log_softmax(logits), scored_alone(plain, seen, ids), atol=2e-4
-            )
-    share = run.learner.loss.compute_batch_loss(run.model, batches[0])
-    drawn = np.array(
-        batches[0].sampled_logprobs
-    )  # the student saw its own prompt, through its adapters
-    assert np.abs(np.array(share.logprobs) - drawn)[np.array(batches[0].mask) > 0].max() < 1e-4
+            expected = compute_logprobs(without_adapters, prompt_ids, ids)
+            np.testing.assert_allclose(log_softmax(logits), expected, atol=2e-4)
+
+    # the student saw the prompt of the example, and used the adapters
+    batch = batches[0]
+    logprobs = run.learner.loss.compute_batch_loss(run.model, batch).logprobs
+    differences = np.abs(np.array(logprobs) - np.array(batch.sampled_logprobs))
+    assert differences[np.array(batch.mask) > 0].max() < 1e-4
 
 
 def test_a_replayed_sample_may_have_the_group_of_another_prompt(tmp_path, prompt):
@@ -153,65 +159,62 @@ def test_a_replayed_sample_may_have_the_group_of_another_prompt(tmp_path, prompt
     assert len({tuple(sample.prompt) for sample in samples}) > 1
     in_one_group = [sample._replace(group=0) for sample in samples]
     batches = make_batches(samples, 150)
-    shown, same = (
-        run.teacher.add_teacher_hidden_states(rows, batches) for rows in (samples, in_one_group)
-    )
-    for batch, other in zip(shown, same, strict=True):
+
+    expected = run.teacher.add_teacher_hidden_states(samples, batches)
+    regrouped = run.teacher.add_teacher_hidden_states(in_one_group, batches)
+
+    for batch, other in zip(expected, regrouped, strict=True):
         mask = np.array(batch.mask)[..., None]
         np.testing.assert_allclose(
             np.array(other.lesson.hidden) * mask, np.array(batch.lesson.hidden) * mask, atol=1e-4
         )
 
 
-def test_all_weights_are_trained_beside_a_copy_of_them_that_teaches(tmp_path, prompt):
+def test_a_copy_of_the_model_teaches_if_all_weights_are_trained(tmp_path, prompt):
     run = make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt, "--lora-rank", "0")
-    assert run.teacher.model is run.base is not run.model
+    assert run.teacher.model is run.base
+    assert run.base is not run.model
 
 
-def test_what_stands_in_front_keeps_the_system_message_and_names_of_no_column():
+def test_the_teacher_prompt_precedes_the_system_message_and_keeps_unknown_names():
     text = "It is {answer}, not {other}."
-    plain = {"prompt": "How many?", "answer": 7}
-    system_message = {"role": "system", "content": "It is 7, not {other}."}
+    example = {"prompt": "How many?", "answer": 7}
+    teacher_message = {"role": "system", "content": "It is 7, not {other}."}
     user = {"role": "user", "content": "How many?"}
-    assert distill.prepend_to_system_message(text, plain)["prompt"] == [system_message, user]
+    result = distill.prepend_to_system_message(text, example)
+    assert result["prompt"] == [teacher_message, user]
+
     both = {"role": "system", "content": "It is 7, not {other}.\n\nBe brief."}
-    assert distill.prepend_to_system_message(text, plain | {"system": "Be brief."})["prompt"] == [
-        both,
-        user,
-    ]
+    result = distill.prepend_to_system_message(text, example | {"system": "Be brief."})
+    assert result["prompt"] == [both, user]
+
     chat = [{"role": "system", "content": "Be brief."}, user]
-    example = distill.prepend_to_system_message(text, plain | {"prompt": chat})
-    assert (
-        example["prompt"] == [both, user]
-        and example["system"] is None
-        and chat[0]["content"] == "Be brief."
-    )
+    result = distill.prepend_to_system_message(text, example | {"prompt": chat})
+    assert result["prompt"] == [both, user]
+    assert result["system"] is None
+    assert chat[0]["content"] == "Be brief."  # the chat of the example has not changed
 
 
 # ---- a run
 
 
-def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
+def test_prompts_without_answers_are_enough(tmp_path, teacher, capsys):
     data = write_log(
         tmp_path / "prompts.jsonl", [{"prompt": f"What is {n} plus one?"} for n in range(20)]
     )
     flags = [
         "--data",
         data,
-        "--eval-every",
-        "1",
-        "--steps",
-        "2",
         "--run-dir",
         str(tmp_path / "run"),
+        *"--eval-every 1 --steps 2".split(),
     ]
     train.main([*SMALL_FLAGS, *DISTILL, teacher, *flags])
+
     metrics = read_log(tmp_path / "run" / "metrics.jsonl")
     for record in metrics:
-        assert (
-            record["loss"] == pytest.approx(record["distill/kl"], rel=1e-5)
-            and record["teacher/s"] > 0
-        )
+        assert record["loss"] == pytest.approx(record["distill/kl"], rel=1e-5)
+        assert record["teacher/s"] > 0
     empty = {
         "reward/mean",
         "reward/std",
@@ -232,19 +235,20 @@ def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
 def test_a_teacher_needs_no_groups(tmp_path, teacher):
     flags = [*SMALL_FLAGS, "--groups", "1", *DISTILL, teacher, "--eval-every", "0", "--steps", "1"]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # as of a deviation of one number
+        warnings.simplefilter("error")  # numpy warns of the standard deviation of a single number
         train.main([*flags, "--run-dir", str(tmp_path / "run")])
     metrics = read_log(tmp_path / "run" / "metrics.jsonl")[0]
     empty = ("reward/std", "reward/zero_std_frac", "sampling/signal_groups")
-    assert [metrics[name] for name in empty] == [None] * 3 and metrics["distill/kl"]
-    assert [record["advantage"] for record in read_log(tmp_path / "run" / "rollouts.jsonl")] == [
-        0.0
-    ] * 3
+    assert [metrics[name] for name in empty] == [None] * 3
+    assert metrics["distill/kl"]
+    rollouts = read_log(tmp_path / "run" / "rollouts.jsonl")
+    assert [record["advantage"] for record in rollouts] == [0.0] * 3
 
 
-def test_rewards_are_only_looked_at_and_nobody_is_asked_to_judge(tmp_path, teacher):
+def test_rewards_are_computed_but_a_judge_is_loaded_only_if_a_rubric_is_set(tmp_path, teacher):
     run = make_run(tmp_path, *DISTILL, teacher)
-    assert list(run.task.rewards) == ["correct"] and run.judge is None
+    assert list(run.task.rewards) == ["correct"]
+    assert run.judge is None
     run = make_run(tmp_path, *DISTILL, teacher, "--rubric", "data/demo_rubric.yaml")
     assert run.judge is not None
 
@@ -252,12 +256,12 @@ def test_rewards_are_only_looked_at_and_nobody_is_asked_to_judge(tmp_path, teach
 # ---- mistakes
 
 
-def test_a_teacher_that_is_not_there_is_named_with_its_own_flag(tmp_path):
+def test_the_error_for_a_missing_teacher_names_the_teacher_flag(tmp_path):
     with pytest.raises(ValueError, match=r"^--teacher \./nobody is neither an existing directory"):
         make_run(tmp_path, *DISTILL, "./nobody")
 
 
-def tokenizer_with(vocab, special=(0,)):
+def make_tokenizer(vocab, special=(0,)):
     return types.SimpleNamespace(get_vocab=lambda: vocab, all_special_ids=list(special))
 
 
@@ -270,26 +274,24 @@ def tokenizer_with(vocab, special=(0,)):
         ({"a": 0, "b": 1}, (0, 1), "special tokens are \\[0, 1\\] .* \\[0\\]"),
     ],
 )
-def test_another_tokenizer_is_refused_with_its_first_difference(vocab, special, message):
-    ours = tokenizer_with({"a": 0, "b": 1})
-    distill.check_tokenizers_are_equal("T", ours, tokenizer_with({"b": 1, "a": 0}))
+def test_the_error_for_another_tokenizer_names_the_first_difference(vocab, special, message):
+    student = make_tokenizer({"a": 0, "b": 1})
+    distill.check_tokenizers_are_equal("T", student, make_tokenizer({"b": 1, "a": 0}))
     with pytest.raises(
         ValueError, match=f"^--teacher T: .*{message}.*; use a teacher with the same tokenizer$"
     ):
-        distill.check_tokenizers_are_equal("T", ours, tokenizer_with(vocab, special))
+        distill.check_tokenizers_are_equal("T", student, make_tokenizer(vocab, special))
 
 
-def test_a_template_without_system_messages_cannot_set_the_teacher_apart(
-    tmp_path, monkeypatch, prompt
-):
-    chat_ids = chat_template.encode_chat
+def test_a_teacher_prompt_needs_a_chat_template_with_system_messages(tmp_path, monkeypatch, prompt):
+    encode_chat = chat_template.encode_chat
 
-    def without_system(tokenizer, messages, **settings):
+    def encode_without_system(tokenizer, messages, **settings):
         if not isinstance(messages, str):
             messages = [message for message in messages if message["role"] != "system"]
-        return chat_ids(tokenizer, messages, **settings)
+        return encode_chat(tokenizer, messages, **settings)
 
-    monkeypatch.setattr(chat_template, "encode_chat", without_system)
+    monkeypatch.setattr(chat_template, "encode_chat", encode_without_system)
     with pytest.raises(
         ValueError,
         match=r"^--teacher-prompt .*: the chat template of demo .*system messages",
@@ -297,13 +299,11 @@ def test_a_template_without_system_messages_cannot_set_the_teacher_apart(
         make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt)
 
 
-def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
-    for path, message in (
-        (tmp_path / "nothing.txt", "cannot be read"),
-        (tmp_path / "empty.txt", "is empty"),
-    ):
-        if message == "is empty":
-            path.write_text(" \n")
+def test_the_file_of_the_teacher_prompt_must_exist_and_contain_text(tmp_path):
+    missing = tmp_path / "nothing.txt"
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" \n")
+    for path, message in ((missing, "cannot be read"), (empty, "is empty")):
         with pytest.raises(ValueError, match=f"^--teacher-prompt {path} {message}"):
             make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", str(path))
 
@@ -311,19 +311,20 @@ def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
 # ---- memory
 
 
-def test_a_teacher_that_does_not_fit_is_told_so_before_it_is_asked(monkeypatch, teacher):
-    shape, sizes = hub.load_config(hub.DEMO), config.MemoryDependentSizes(12, 1024, 0)
+def test_the_memory_line_says_that_a_large_teacher_does_not_fit(monkeypatch, teacher):
+    shape = hub.load_config(hub.DEMO)
+    sizes = config.MemoryDependentSizes(12, 1024, 0)
     teachers = {"demo": teacher, "large": "random:0.6b"}
-    lines, needs = {}, {}
+    lines = {}
+    estimates = {}
     for name, model in teachers.items():
         demand = memory_estimate.RunDemand(
             shape, mx.float32, make_config(*DISTILL, model), [80] * 3
         )
-        needs[name] = memory_estimate.estimate_memory(demand, sizes)
+        estimates[name] = memory_estimate.estimate_memory(demand, sizes)
         monkeypatch.setattr(memory, "usable_memory_bytes", lambda: 1_000_000_000)
         lines[name] = memory_estimate.format_memory_line(demand, sizes)
     weights = sum(array.nbytes for _, array in tree_flatten(gwen.Model(shape).parameters()))
-    assert needs["demo"].resident["teacher"] == weights + 4 * shape.hidden_size * 12 * 12
-    assert "fit" not in lines["demo"] and lines["large"].endswith(
-        "; it does not fit: use a smaller --teacher"
-    )
+    assert estimates["demo"].resident["teacher"] == weights + 4 * shape.hidden_size * 12 * 12
+    assert "fit" not in lines["demo"]
+    assert lines["large"].endswith("; it does not fit: use a smaller --teacher")

@@ -1,4 +1,4 @@
-"""What an environment is told about its episode, and the state that it keeps between episodes."""
+"""The attribute `is_evaluation` of an environment, and the state that it keeps between episodes."""
 
 import re
 
@@ -48,7 +48,7 @@ class Levels:
         """The same for all."""
         return 0.0
 '''
-KEPT = '''
+STATE_METHODS = '''
     @classmethod
     def get_state(cls) -> int:
         """The level."""
@@ -66,87 +66,92 @@ def write_game(folder, text):
     return f"{folder}/game.py:Levels"
 
 
-def seen_by(trainer):
-    """(is_evaluation, level) of each reset of a run, which are removed from the list."""
+def take_resets(trainer):
+    """Returns (is_evaluation, level) of each reset since the last call."""
     [environment] = trainer.run.task.environments.values()
-    seen = environment.reset.__globals__["SEEN"]
-    copied = list(seen)
-    seen.clear()
-    return copied
+    resets = environment.reset.__globals__["SEEN"]
+    copy = list(resets)
+    resets.clear()
+    return copy
 
 
-def test_an_environment_is_told_whether_it_plays_for_training_or_evaluation(tmp_path):
-    env = write_game(tmp_path, LEVELS + KEPT)
+def take_training_levels(trainer):
+    return [level for is_evaluation, level in take_resets(trainer) if not is_evaluation]
+
+
+def test_an_environment_knows_whether_an_episode_is_for_training_or_evaluation(tmp_path):
+    env = write_game(tmp_path, LEVELS + STATE_METHODS)
     trainer = Trainer.start(env=env, steps=2, run_dir=str(tmp_path / "a"), **SMALL)
-    assert {is_evaluation for is_evaluation, _ in seen_by(trainer)} == {False}  # the trial
+    # the start of a run tries the environment
+    assert {is_evaluation for is_evaluation, _ in take_resets(trainer)} == {False}
     trainer.evaluate()
-    assert {is_evaluation for is_evaluation, _ in seen_by(trainer)} == {True}
+    assert {is_evaluation for is_evaluation, _ in take_resets(trainer)} == {True}
 
 
-def test_the_state_of_an_environment_is_kept_and_evaluations_do_not_change_it(tmp_path):
-    env = write_game(tmp_path, LEVELS + KEPT)
-    levels = []
+def test_a_checkpoint_keeps_the_state_of_an_environment_and_evaluations_do_not_change_it(tmp_path):
+    env = write_game(tmp_path, LEVELS + STATE_METHODS)
     trainer = Trainer.start(env=env, steps=2, run_dir=str(tmp_path / "a"), **SMALL)
-    seen_by(trainer)
+    take_resets(trainer)
     trainer.fit()
-    levels = [level for is_evaluation, level in seen_by(trainer) if not is_evaluation]
-    assert levels == list(range(8))  # 4 rows in each of 2 steps
+    assert take_training_levels(trainer) == list(range(8))  # 4 rows in each of 2 steps
     assert checkpoint.load(tmp_path / "a").extra["environments"] == {"": 8}
 
     other = Trainer.start(env=env, steps=1, run_dir=str(tmp_path / "b"), **SMALL)
-    seen_by(other)
+    take_resets(other)
     other.fit()  # another run of the same process begins at the first level
-    assert [level for is_evaluation, level in seen_by(other) if not is_evaluation] == [0, 1, 2, 3]
+    assert take_training_levels(other) == [0, 1, 2, 3]
 
     resumed = Trainer.resume(tmp_path / "a", steps=3)
-    seen_by(resumed)
+    take_resets(resumed)
     resumed.fit()
-    assert [level for is_evaluation, level in seen_by(resumed) if not is_evaluation] == [
-        *(8, 9, 10, 11)
-    ]
+    assert take_training_levels(resumed) == [8, 9, 10, 11]
 
 
-def test_a_state_that_a_checkpoint_would_lose_is_told(tmp_path, capsys):
+def test_a_run_warns_of_a_state_that_a_checkpoint_would_lose(tmp_path, capsys):
     env = write_game(tmp_path, LEVELS)
     Trainer.start(env=env, steps=2, run_dir=str(tmp_path / "a"), **SMALL).fit()
-    said = capsys.readouterr()
-    lines = [line for line in (said.out + said.err).splitlines() if "Levels.level" in line]
-    assert len(lines) == 1 and "add the class methods get_state and set_state" in lines[0]
+    output = capsys.readouterr()
+    lines = (output.out + output.err).splitlines()
+    [line] = [line for line in lines if "Levels.level" in line]
+    assert "add the class methods get_state and set_state" in line
 
 
-def test_the_methods_for_the_state_are_no_tools_and_come_together():
-    class Both:
+def test_get_state_and_set_state_are_not_tools_and_require_each_other():
+    class WithBothMethods:
         def reset(self, **row: Example) -> None:
             """Begins."""
 
         get_state = classmethod(lambda cls: {"a": (1, 2)})
         set_state = classmethod(lambda cls, state: None)
 
-    class One(Both):
+    class WithoutSetState(WithBothMethods):
         set_state = None
 
-    class Odd(Both):
+    class WithNanState(WithBothMethods):
         get_state = classmethod(lambda cls: float("nan"))
 
-    assert make_environment_schemas(Both) == {}
-    assert environment_state.collect_states({"": Both}) == {"": {"a": [1, 2]}}
-    message = catch_message(make_environment_schemas, One)
-    assert "One has the class method get_state, but no class method set_state" in message
-    message = catch_message(environment_state.collect_states, {"": Odd})
+    assert make_environment_schemas(WithBothMethods) == {}
+    assert environment_state.collect_states({"": WithBothMethods}) == {"": {"a": [1, 2]}}
+    message = catch_message(make_environment_schemas, WithoutSetState)
+    assert (
+        "WithoutSetState has the class method get_state, but no class method set_state" in message
+    )
+    message = catch_message(environment_state.collect_states, {"": WithNanState})
     assert "get_state returned nan, which JSON cannot express" in message
 
 
-def test_the_curriculum_of_the_page_keeps_its_level(tmp_path):
-    shown = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "tools.md").read_text("utf-8"), re.DOTALL
-    )
+def test_the_curriculum_in_the_documentation_keeps_the_level(tmp_path):
+    text = (ROOT / "docs" / "tools.md").read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names = {}
-    exec("\n\n".join(shown), names)
+    exec("\n\n".join(blocks), names)
     game = names["Sums"]()
     game.is_evaluation = False
     game.reset()
-    assert game.answer(game.a + game.b) == "right" and game.get_reward() == 1.0
+    assert game.answer(game.a + game.b) == "right"
+    assert game.get_reward() == 1.0
     assert environment_state.collect_states({"": names["Sums"]}) == {"": {"level": 2}}
+
     game.is_evaluation = True
     game.reset()
     game.answer(game.a + game.b)
@@ -156,7 +161,7 @@ def test_the_curriculum_of_the_page_keeps_its_level(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["get_state", "set_state"])
-def test_a_method_for_the_state_that_fails_is_named(method):
+def test_the_error_for_a_failing_get_state_or_set_state_names_the_method(method):
     def fail(*_):
         raise RuntimeError("rust")
 

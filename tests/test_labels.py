@@ -1,4 +1,4 @@
-"""A judge's scores against labels: numbers worked out by hand, and files that are none."""
+"""The agreement of a judge's scores with labels: numbers computed by hand, and faulty files."""
 
 import json
 
@@ -12,15 +12,18 @@ RUBRIC = rubrics.load_rubric("data/values_rubric.yaml")
 LABEL = {"prompt": "q", "completion": "a", "criterion": "curiosity", "score": 3}
 
 
-def table(scores, given, criteria=None):
-    """The words of the table's lines for labels of these scores, of "curiosity" where no criteria are named."""
-    names = criteria or ["curiosity"] * len(scores)
-    known = pd.DataFrame({"prompt": "q", "completion": "a", "criterion": names, "score": scores})
-    return [line.split() for line in labels.agreement_report(known, np.array(given)).splitlines()]
+def make_table(label_scores, judge_scores, criteria=None):
+    """Returns the words of each line of the table. The default criterion is "curiosity"."""
+    criteria = criteria or ["curiosity"] * len(label_scores)
+    frame = pd.DataFrame(
+        {"prompt": "q", "completion": "a", "criterion": criteria, "score": label_scores}
+    )
+    report = labels.agreement_report(frame, np.array(judge_scores))
+    return [line.split() for line in report.splitlines()]
 
 
 @pytest.mark.parametrize(
-    ("scores", "given", "rank"),
+    ("label_scores", "judge_scores", "expected"),
     [
         ([1, 2, 3, 4], [1.0, 1.1, 4.9, 5.0], "1.000"),
         ([4, 3, 2, 1], [1.0, 1.1, 4.9, 5.0], "-1.000"),
@@ -28,46 +31,33 @@ def table(scores, given, criteria=None):
         ([1, 2, 3, 4], [3.0, 3.0, 3.0, 3.0], "nan"),
     ],
 )
-def test_the_rank_correlation_is_that_of_ranks_with_ties_shared(scores, given, rank):
-    assert table(scores, given)[1][4] == rank
+def test_tied_scores_share_a_rank_in_the_rank_correlation(label_scores, judge_scores, expected):
+    assert make_table(label_scores, judge_scores)[1][4] == expected
 
 
-def test_the_table_counts_agreement_by_criterion_and_every_cell():
-    rows = table(
+def test_the_table_shows_the_agreement_on_each_criterion_and_counts_each_pair_of_scores():
+    rows = make_table(
         [1, 2, 3, 4, 5, 5], [1.4, 2.6, 3.2, np.nan, 4.5, 1.0], ["curiosity"] * 5 + ["nonsense"]
     )
-    assert rows[1] == [
-        "curiosity",
-        "5",
-        "60.0%",
-        "80.0%",
-        "1.000",
-    ]  # 1, 3 and 5 the same; 2 was 3; 4 unreadable
-    assert rows[2] == ["nonsense", "1", "0.0%", "0.0%", "nan"] and rows[3][:4] == [
-        "all",
-        "6",
-        "50.0%",
-        "66.7%",
-    ]
-    assert rows[5] == ["judged", *"12345", "unreadable"] and rows[6] == ["labelled"]
-    assert ["".join(row) for row in rows[7:]] == [
-        "1100000",
-        "2001000",
-        "3001000",
-        "4000001",
-        "5100010",
-    ]
+    # the judge agrees on 1, 3 and 5, gives 3 instead of 2, and is unreadable for 4
+    assert rows[1] == ["curiosity", "5", "60.0%", "80.0%", "1.000"]
+    assert rows[2] == ["nonsense", "1", "0.0%", "0.0%", "nan"]
+    assert rows[3][:4] == ["all", "6", "50.0%", "66.7%"]
+    assert rows[5] == ["judged", *"12345", "unreadable"]
+    assert rows[6] == ["labelled"]
+    counts = ["".join(row) for row in rows[7:]]
+    assert counts == ["1100000", "2001000", "3001000", "4000001", "5100010"]
 
 
-def test_the_forty_labels_of_the_values_rubric_can_be_read_and_use_the_whole_scale():
-    known = labels.load_labels("data/values_labels.jsonl", RUBRIC)
-    assert len(known) == 40
+def test_the_forty_labels_of_the_values_rubric_use_every_score():
+    frame = labels.load_labels("data/values_labels.jsonl", RUBRIC)
+    assert len(frame) == 40
     for criterion in RUBRIC.criteria:
-        assert {*known.score[known.criterion == criterion.name]} == {1, 2, 3, 4, 5}
+        assert {*frame.score[frame.criterion == criterion.name]} == {1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected_text"),
     [
         ("{", "line 2"),
         ("[]", "line 2: a label needs"),
@@ -78,15 +68,17 @@ def test_the_forty_labels_of_the_values_rubric_can_be_read_and_use_the_whole_sca
         (LABEL | {"score": True}, "score is True"),
     ],
 )
-def test_a_line_that_is_no_label_is_named(tmp_path, line, said):
+def test_the_error_for_a_faulty_label_names_the_line_or_the_mistake(tmp_path, line, expected_text):
     path = tmp_path / "labels.jsonl"
-    path.write_text(f"{json.dumps(LABEL)}\n{line if isinstance(line, str) else json.dumps(line)}\n")
+    text = line if isinstance(line, str) else json.dumps(line)
+    path.write_text(f"{json.dumps(LABEL)}\n{text}\n")
     with pytest.raises(ValueError, match=r"labels\.jsonl") as error:
         labels.load_labels(path, RUBRIC)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert expected_text in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_line_separators_in_a_text_blank_lines_and_a_byte_order_mark_are_no_mistakes(tmp_path):
+def test_line_separators_in_a_text_blank_lines_and_a_byte_order_mark_are_allowed(tmp_path):
     record = LABEL | {"prompt": "q\u2028\x85", "completion": "a\x1d\x0c"}
     line = json.dumps(record, ensure_ascii=False)
     for text in (line, f"{line}\n", f"\n{line}\r\n  \n\n", f"\ufeff{line}\n"):

@@ -1,4 +1,4 @@
-"""The shape of the tree: imports, names, and what may happen while a module is imported."""
+"""The layout of the repository: the imports and names of modules, and the effects of an import."""
 
 import ast
 import functools
@@ -12,11 +12,11 @@ from pathlib import Path
 from conftest import ROOT, run_command
 
 
-def files_of(root: Path) -> list[Path]:
+def list_files(root: Path) -> list[Path]:
     """
-    The files that git tracks: a user's own mine.py need not keep these rules.
+    Returns the files that git tracks. A user's mine.py need not follow the rules of these tests.
 
-    Without git, all files but runs and caches.
+    Without git, returns all files except runs and caches.
     """
     git = ["git", "ls-files", "-z"]
     try:
@@ -31,14 +31,14 @@ def files_of(root: Path) -> list[Path]:
 
 
 def is_hidden(path: Path, root: Path) -> bool:
-    """Whether a file is in a hidden directory or in one that git ignores."""
+    """Whether a file is in a hidden directory or in a directory that git ignores."""
     for name in path.relative_to(root).parts[:-1]:
         if name in ("runs", "__pycache__") or (name.startswith(".") and name != ".ci"):
             return True
     return False
 
 
-FILES = files_of(ROOT)
+FILES = list_files(ROOT)
 PACKAGES = (
     "bench deploy disk evaluation forecast judging layers machine problems prompts reporting rewards "
     "sandbox serving settings step tasks text tools"
@@ -65,59 +65,67 @@ def parse(path: Path) -> ast.Module:
 
 
 def imported_names(node: ast.AST) -> list[str]:
-    """What one node imports: rooms of the tree by their whole name, of anything else the top-level name."""
+    """
+    Returns the names of the modules that a node imports.
+
+    A module of the project has its full name. Any other module has its top-level name.
+    """
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
         assert node.level == 0, f"line {node.lineno}: imports are absolute here"
         module = f"{node.module}"
-        names = (
-            [f"{module}.{alias.name}" for alias in node.names] if module in PACKAGES else [module]
-        )
+        if module in PACKAGES:
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            names = [module]
     else:
         return []
     return [name if name in ROOMS else name.partition(".")[0] for name in names]
 
 
 def is_main_guard(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.If)
-        and "__name__" in ast.unparse(node.test)
-        and "__main__" in ast.unparse(node.test)
-    )
+    """Whether a node is `if __name__ == "__main__"`."""
+    if not isinstance(node, ast.If):
+        return False
+    condition = ast.unparse(node.test)
+    return "__name__" in condition and "__main__" in condition
 
 
-def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes that an import executes: decorators and defaults, but no function body and nothing under the guard."""
+def nodes_run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """
+    Yields all nodes that an import executes.
+
+    These include decorators and default values, but not the bodies of functions and the main guard.
+    """
     for child in ast.iter_child_nodes(node):
         if is_main_guard(child):
             continue
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            defaults = [
-                default
-                for default in (*child.args.defaults, *child.args.kw_defaults)
-                if default is not None
-            ]
+            defaults = [*child.args.defaults, *child.args.kw_defaults]
+            defaults = [default for default in defaults if default is not None]
             for part in (*getattr(child, "decorator_list", []), *defaults):
                 yield part
-                yield from run_at_import(part)
+                yield from nodes_run_at_import(part)
             continue
         yield child
-        yield from run_at_import(child)
+        yield from nodes_run_at_import(child)
 
 
-def first_line_that_needs_mlx(path: Path) -> str:
-    """The first import, at import time, of a module of this project or of MLX."""
-    project = {*ROOMS, *PACKAGES, "mlx", "mlx_lm"}
-    nodes = sorted(
-        (n for n in run_at_import(parse(path)) if imported_names(n)),
-        key=lambda n: (n.lineno, n.col_offset),
-    )
-    return next((name for node in nodes for name in imported_names(node) if name in project), "")
+def first_import_of_project_or_mlx(path: Path) -> str:
+    """Returns the first module of this project or of MLX that an import of the file imports, or ""."""
+    modules = {*ROOMS, *PACKAGES, "mlx", "mlx_lm"}
+    imports = [node for node in nodes_run_at_import(parse(path)) if imported_names(node)]
+    imports.sort(key=lambda node: (node.lineno, node.col_offset))
+    for node in imports:
+        for name in imported_names(node):
+            if name in modules:
+                return name
+    return ""
 
 
-def imports_of(path: Path) -> set[str]:
-    """The modules of the tree that a file imports, anywhere in it."""
+def project_imports(path: Path) -> set[str]:
+    """Returns the modules of the project that a file imports, at import time or later."""
     names: set[str] = set()
     for node in ast.walk(parse(path)):
         names.update(imported_names(node))
@@ -125,71 +133,70 @@ def imports_of(path: Path) -> set[str]:
 
 
 def room_of(name: str) -> str:
-    """The room of a module: its folder with a slash, or its file at the root."""
+    """Returns the folder of a module, with a slash, or its file at the root."""
     folder, dot, _ = name.partition(".")
     return f"{folder}/" if dot or folder in PACKAGES else f"{name}.py"
 
 
 @functools.cache
-def arrows() -> dict[str, set[str]]:
-    """For each room, the other rooms that it imports."""
+def imports_by_room() -> dict[str, set[str]]:
+    """Returns, for each room, the other rooms that it imports. A room is a folder or a root file."""
     imports_of_room: dict[str, set[str]] = {room_of(name): set() for name in ROOMS}
     for name, path in ROOMS.items():
         room = room_of(name)
-        imports_of_room[room] |= {room_of(other) for other in imports_of(path)} - {room}
+        imports_of_room[room] |= {room_of(other) for other in project_imports(path)} - {room}
     return imports_of_room
 
 
-def test_contributing_lists_the_rooms_from_the_ground_up_and_none_imports_upwards():
+def test_a_room_imports_only_the_rooms_that_contributing_lists_above_it():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]+`) \|", text, re.M)
     rooms = [name for row in rows for name in re.findall("`([^`]+)`", row)]
-    assert sorted(rooms) == sorted(arrows())
-    lower_rooms: set[str] = set()
+    assert sorted(rooms) == sorted(imports_by_room())
+    listed: set[str] = set()
     for room in rooms:
-        upward = arrows()[room] - lower_rooms
-        assert not upward, f"{room} imports {upward}, which CONTRIBUTING.md lists above it"
-        lower_rooms.add(room)
-    for ground in ("text/", "grpo.py", "cpu_blas.py"):
-        assert not arrows()[ground], f"{ground} imports {arrows()[ground]}"
+        lower_rooms = imports_by_room()[room] - listed
+        assert not lower_rooms, f"CONTRIBUTING.md lists {lower_rooms} below {room}"
+        listed.add(room)
+    for room in ("text/", "grpo.py", "cpu_blas.py"):
+        assert not imports_by_room()[room], f"{room} imports {imports_by_room()[room]}"
 
 
-provided = functools.cache(packages_distributions)  # it reads the directory of every package
+distributions_by_module = functools.cache(packages_distributions)  # it reads many directories
 
 
-def test_a_module_says_what_it_is_has_a_name_of_its_own_and_imports_nothing_that_stands_beside():
-    # The root is first on sys.path: a library that says `import kernels` would execute our kernels.py.
+def test_a_module_has_a_docstring_and_a_unique_name_and_imports_no_tests_or_examples():
+    # The root is first on sys.path. A library with `import kernels` would import a root kernels.py.
     for path in MODULES + PARTS:
+        assert ast.get_docstring(parse(path)), f"{path.name} has no docstring"
+
         name = path.relative_to(ROOT).with_suffix("").parts[0]
-        assert ast.get_docstring(parse(path)), f"{path.name} does not say what it is"
-        assert name not in sys.stdlib_module_names and name not in provided(), (
-            f"{provided().get(name)} provide {name}"
-        )
-        beside = {name for node in ast.walk(parse(path)) for name in imported_names(node)} & {
-            "examples",
-            "tests",
-        }
-        assert not beside, f"{path.name} imports {beside}"
+        assert name not in sys.stdlib_module_names, f"the standard library provides {name}"
+        distributions = distributions_by_module().get(name)
+        assert not distributions, f"{distributions} provide {name}"
+
+        imports: set[str] = set()
+        for node in ast.walk(parse(path)):
+            imports.update(imported_names(node))
+        assert not imports & {"examples", "tests"}, path.name
 
 
-def test_an_entry_point_imports_cpu_blas_before_anything_that_imports_mlx():
+def test_an_entry_point_imports_cpu_blas_before_any_module_that_imports_mlx():
     for path in PROGRAMS:
         if any(is_main_guard(node) for node in parse(path).body):
-            assert first_line_that_needs_mlx(path) in ("cpu_blas", ""), (
-                f"{path.name}: `import cpu_blas` comes first"
-            )
-    assert first_line_that_needs_mlx(ROOT / "tests" / "conftest.py") == "cpu_blas"
+            first_import = first_import_of_project_or_mlx(path)
+            assert first_import in ("cpu_blas", ""), f"{path.name}: `import cpu_blas` comes first"
+    assert first_import_of_project_or_mlx(ROOT / "tests" / "conftest.py") == "cpu_blas"
 
 
-def test_no_name_of_a_test_has_more_than_90_characters():
-    tests = [path for path in FILES if ROOT / "tests" in path.parents and path.suffix == ".py"]
-    functions = [
-        node
-        for path in tests
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.FunctionDef)
-    ]
-    assert [function.name for function in functions if len(function.name) > 90] == []
+def test_the_name_of_a_test_has_at_most_90_characters():
+    too_long = []
+    for path in FILES:
+        if ROOT / "tests" in path.parents and path.suffix == ".py":
+            for node in ast.walk(parse(path)):
+                if isinstance(node, ast.FunctionDef) and len(node.name) > 90:
+                    too_long.append(node.name)
+    assert too_long == []
 
 
 READS_OR_PRINTS = set(
@@ -200,44 +207,48 @@ READS_OR_PRINTS = set(
 
 def test_no_line_that_runs_at_import_prints_or_reads_files():
     for path in PROGRAMS:
-        for node in run_at_import(parse(path)) if path.stem != "cpu_blas" else ():
+        if path.stem == "cpu_blas":
+            continue
+        for node in nodes_run_at_import(parse(path)):
             if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                assert called.rpartition(".")[2] not in READS_OR_PRINTS, (
-                    f"{path.name}:{node.lineno} calls {called}"
-                )
+                function = ast.unparse(node.func)
+                place = f"{path.name}:{node.lineno}"
+                assert function.rpartition(".")[2] not in READS_OR_PRINTS, f"{place}: {function}"
 
 
-def test_importing_every_module_prints_nothing_and_opens_no_file_of_the_tree():
-    names = list(ROOMS)
+def test_importing_every_module_prints_nothing_and_opens_no_file_of_the_repository():
+    names = ["cpu_blas"] + [name for name in ROOMS if name != "cpu_blas"]
     program = f"""
 import sys
 opened = []
 sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" else None)
 sys.path.insert(0, {str(ROOT)!r})
-import {", ".join(["cpu_blas"] + [name for name in names if name != "cpu_blas"])}
-mine = [str(path) for path in opened if str(path).startswith({str(ROOT)!r})]
-mine = [path for path in mine if "/." not in path and not path.endswith((".py", ".pyc"))]
-assert not mine, mine
+import {", ".join(names)}
+files = [str(path) for path in opened if str(path).startswith({str(ROOT)!r})]
+files = [path for path in files if "/." not in path and not path.endswith((".py", ".pyc"))]
+assert not files, files
 """
-    done = run_command("-c", program)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
-    assert all(
-        line.startswith("gwen: MLX runs on its slow") for line in done.stderr.splitlines()
-    ), done.stderr
+    process = run_command("-c", program)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == ""
+    for line in process.stderr.splitlines():
+        assert line.startswith("gwen: MLX runs on its slow"), process.stderr
+
+
+def is_text_file(path: Path) -> bool:
+    return (
+        path.suffix in {".py", ".md", ".toml", ".yaml", ".yml"}
+        or path.parent.name == ".ci"
+        or path.name in ("LICENSE", ".gitignore")
+    )
 
 
 def test_no_file_mentions_the_workshop_or_a_registry():
     workshop = [re.escape("/" + "work" + "/"), re.escape(".." + "/" + "shared")]
     hosts = r"pypi[.]org python[h]osted[.]org huggingface[.]co \bhf[.]co\b npmjs[.]org".split()
-    forbidden, found = re.compile("|".join(workshop + hosts)), []
-    for path in FILES:
-        if (
-            path.suffix in {".py", ".md", ".toml", ".yaml", ".yml"}
-            or path.parent.name == ".ci"
-            or path.name in ("LICENSE", ".gitignore")
-        ):
-            text = path.read_text(encoding="utf-8")
-            found += [f"{path_id(path)}: {match.group()}" for match in forbidden.finditer(text)]
-    assert not found, found
+    forbidden = re.compile("|".join(workshop + hosts))
+    matches = []
+    for path in filter(is_text_file, FILES):
+        text = path.read_text(encoding="utf-8")
+        matches += [f"{path_id(path)}: {match.group()}" for match in forbidden.finditer(text)]
+    assert not matches, matches

@@ -1,4 +1,4 @@
-"""A mistake in a user's function: a Python program shows one error, whose message is one line."""
+"""A mistake in a user's function causes one error in a Python program, whose message is one line."""
 
 import json
 import subprocess
@@ -52,16 +52,17 @@ class FailingEnvironment:
     ],
     ids=["advantage", "loss", "optimizer", "reward", "environment"],
 )
-def test_a_mistake_in_a_function_is_one_error_with_its_line(tmp_path, settings, function):
+def test_a_mistake_in_a_function_causes_one_error_that_names_the_line(tmp_path, settings, function):
     if "env" in settings:
         settings = settings | {"task": None}
     settings = {name: value for name, value in (SMALL | settings).items() if value is not None}
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError) as error:
         Trainer.start(run_dir=str(tmp_path / "run"), **settings)
-    shown = "".join(traceback.format_exception(caught.value))
+    output = "".join(traceback.format_exception(error.value))
+    assert output.count("Traceback") == 1, output
     line = function.__code__.co_firstlineno + 1
-    assert shown.count("Traceback") == 1, shown
-    assert f"at {__file__}:{line}" in str(caught.value) and "\n" not in str(caught.value)
+    assert f"at {__file__}:{line}" in str(error.value)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -69,38 +70,36 @@ def fail_in_a_library(completions, **columns):
     return json.loads("no JSON")
 
 
-def test_a_mistake_that_a_library_notices_has_both_lines(tmp_path):
-    with pytest.raises(ValueError) as caught:
+def test_the_error_for_a_mistake_that_a_library_notices_names_both_lines(tmp_path):
+    with pytest.raises(ValueError) as error:
         Trainer.start(run_dir=str(tmp_path / "run"), **SMALL | {"reward": fail_in_a_library})
     line = fail_in_a_library.__code__.co_firstlineno + 1
-    assert f"at {__file__}:{line} (raised in raw_decode, at {json.decoder.__file__}:" in str(
-        caught.value
-    )
+    places = f"at {__file__}:{line} (raised in raw_decode, at {json.decoder.__file__}:"
+    assert places in str(error.value)
 
 
-def test_a_mistake_in_a_training_step_is_one_error_with_its_line(tmp_path):
+def test_a_mistake_in_a_training_step_causes_one_error_that_names_the_line(tmp_path):
     trainer = Trainer.start(run_dir=str(tmp_path / "run"), **SMALL)
     trainer.on_samples = fail_as_hook
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError) as error:
         trainer.fit()
-    shown = "".join(traceback.format_exception(caught.value))
-    assert shown.count("Traceback") == 1, shown
-    assert f"{__file__}:{fail_as_hook.__code__.co_firstlineno + 1}; saved" in str(caught.value)
+    output = "".join(traceback.format_exception(error.value))
+    assert output.count("Traceback") == 1, output
+    assert f"{__file__}:{fail_as_hook.__code__.co_firstlineno + 1}; saved" in str(error.value)
 
 
-def test_an_error_that_is_no_user_s_mistake_keeps_the_place_where_it_was_raised(
-    tmp_path, monkeypatch
-):
+def test_the_traceback_of_an_error_in_gwen_shows_where_it_was_raised(tmp_path, monkeypatch):
     trainer = Trainer.start(run_dir=str(tmp_path / "run"), **SMALL)
 
     def fail_deep_inside(*_):
         raise ValueError("deep inside")
 
     monkeypatch.setattr("train.update_policy", fail_deep_inside)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError) as error:
         trainer.fit()
-    shown = "".join(traceback.format_exception(caught.value))
-    assert shown.count("Traceback") == 1 and "in fail_deep_inside" in shown
+    output = "".join(traceback.format_exception(error.value))
+    assert output.count("Traceback") == 1
+    assert "in fail_deep_inside" in output
 
 
 def test_a_program_ends_with_the_line_that_names_the_mistake(tmp_path):
@@ -111,7 +110,7 @@ def test_a_program_ends_with_the_line_that_names_the_mistake(tmp_path):
         "    return rewards.nothing\n"
         "Trainer.start(model='demo', task='demo', advantage=ranks)\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(program)],
         cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT)},
@@ -119,6 +118,7 @@ def test_a_program_ends_with_the_line_that_names_the_mistake(tmp_path):
         text=True,
         check=False,
     )
-    assert done.stderr.count("Traceback") == 1
-    last = done.stderr.splitlines()[-1]
-    assert "UserFunctionError: --advantage __main__:ranks" in last and f"{program}:3" in last
+    assert process.stderr.count("Traceback") == 1
+    last_line = process.stderr.splitlines()[-1]
+    assert "UserFunctionError: --advantage __main__:ranks" in last_line
+    assert f"{program}:3" in last_line

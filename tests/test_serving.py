@@ -1,4 +1,4 @@
-"""Episodes of an outside harness: the endpoint, the sampler's turns, and what goes wrong."""
+"""Episodes of an outside harness: the endpoint, the sampler's turns, and failures."""
 
 import json
 import math
@@ -37,18 +37,18 @@ GAME = ["--model", "demo:tools", "--max-tokens", "128", "--max-context", "320", 
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_harness_is_left():
+def close_harnesses_afterwards():
     yield
     close_harnesses()
 
 
-def served_run(run_dir, mode="plain", num_examples=8, *flags):
+def make_served_run(run_dir, mode="plain", num_examples=8, *flags):
     run_dir.mkdir(exist_ok=True)
     return make_run(run_dir, *GAME, "--env-server", f"{SCRIPT} '{mode}' {num_examples}", *flags)
 
 
 def play(run, num_groups, temperature, group_size=1, is_evaluation=False, num_slots=64):
-    """Samples of the run's first examples."""
+    """Returns samples of the run's first examples, and statistics of the rollout."""
     examples = (run.task.train * num_groups)[:num_groups]
     prompts = (run.prompt_ids * num_groups)[:num_groups]
     return generate_completions(
@@ -69,39 +69,42 @@ def play(run, num_groups, temperature, group_size=1, is_evaluation=False, num_sl
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_episodes_of_a_harness_equal_episodes_played_inside(tmp_path, temperature):
-    served = served_run(tmp_path / "served")
+def test_episodes_of_a_harness_equal_episodes_of_gwen(tmp_path, temperature):
+    served_run = make_served_run(tmp_path / "served")
     (tmp_path / "inside").mkdir()
-    inside = make_run(tmp_path / "inside", *GAME, "--task", "guess", "--max-turns", "6")
-    outer, stats = play(served, 200, temperature)
-    inner, _ = play(inside, 200, temperature)
-    assert len(outer) == len(inner) == 200
+    run = make_run(tmp_path / "inside", *GAME, "--task", "guess", "--max-turns", "6")
+    served_samples, stats = play(served_run, 200, temperature)
+    samples, _ = play(run, 200, temperature)
+
+    assert len(served_samples) == 200
+    assert len(samples) == 200
     assert stats.failures == []
-    assert len({tuple(sample.response_ids) for sample in inner}) > 10
-    assert max(sample.conversation["turns"] for sample in inner) >= 4
-    for a, b in zip(outer, inner, strict=True):
-        assert a.prompt == b.prompt
-        assert a.response_ids == b.response_ids
-        assert list(a.loss_positions) == list(b.loss_positions)
-        assert np.abs(a.logprobs - b.logprobs).max() <= 1e-4
-        assert str(a.text) == str(b.text)
-        assert a.columns["earned"][1] == (b.columns["earned"][1] or 0.0)
-        assert a.conversation["turns"] == b.conversation["turns"]
+    assert len({tuple(sample.response_ids) for sample in samples}) > 10
+    assert max(sample.conversation["turns"] for sample in samples) >= 4
+
+    for served, expected in zip(served_samples, samples, strict=True):
+        assert served.prompt == expected.prompt
+        assert served.response_ids == expected.response_ids
+        assert list(served.loss_positions) == list(expected.loss_positions)
+        assert np.abs(served.logprobs - expected.logprobs).max() <= 1e-4
+        assert str(served.text) == str(expected.text)
+        assert served.columns["earned"][1] == (expected.columns["earned"][1] or 0.0)
+        assert served.conversation["turns"] == expected.conversation["turns"]
 
 
-def test_a_harness_may_limit_how_many_episodes_it_plays_at_once(tmp_path):
-    few, stats = play(served_run(tmp_path / "few", "at once 3"), 8, 1.0)
-    all_at_once, _ = play(served_run(tmp_path / "all"), 8, 1.0)
+def test_a_harness_may_limit_the_number_of_concurrent_episodes(tmp_path):
+    limited, stats = play(make_served_run(tmp_path / "limited", "at once 3"), 8, 1.0)
+    unlimited, _ = play(make_served_run(tmp_path / "unlimited"), 8, 1.0)
     assert stats.failures == []
     assert stats.wait_s > 0
-    for a, b in zip(few, all_at_once, strict=True):
-        assert a.response_ids == b.response_ids
-        assert np.abs(a.logprobs - b.logprobs).max() <= 1e-4
+    for sample, expected in zip(limited, unlimited, strict=True):
+        assert sample.response_ids == expected.response_ids
+        assert np.abs(sample.logprobs - expected.logprobs).max() <= 1e-4
 
 
-def test_no_position_is_computed_twice(tmp_path, monkeypatch):
-    """The model reads each token once; only a turn's last token may be read again."""
-    run = served_run(tmp_path)
+def test_the_model_reads_each_token_of_an_episode_once(tmp_path, monkeypatch):
+    """As an exception, the model may read the last token of a turn again."""
+    run = make_served_run(tmp_path)
     num_read = []
     hidden = type(run.model).hidden
 
@@ -112,16 +115,16 @@ def test_no_position_is_computed_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(type(run.model), "hidden", count)
     [sample], _ = play(run, 1, 0.0)
     num_prefilled = sum(num for num in num_read if num > 1)
-    own = set(sample.loss_positions)
-    num_foreign = len(sample.prompt) + len(sample.response_ids) - len(own)
+    num_sampled = len(set(sample.loss_positions))
+    num_given = len(sample.prompt) + len(sample.response_ids) - num_sampled
     num_turns = sample.conversation["turns"]
     assert num_turns >= 3
-    assert num_foreign <= num_prefilled <= num_foreign + num_turns
+    assert num_given <= num_prefilled <= num_given + num_turns
 
 
-def test_a_request_may_limit_a_turn(tmp_path):
-    run = served_run(tmp_path, "short turns")
-    assert ROOT / "tests" / "harness.py" in run.source_files  # a resume notices its changes
+def test_a_request_may_limit_the_length_of_a_turn(tmp_path):
+    run = make_served_run(tmp_path, "short turns")
+    assert ROOT / "tests" / "harness.py" in run.source_files  # a resume notices a changed harness
     samples, stats = play(run, 8, 0.0)
     spans = [end - begin for sample in samples for begin, end in sample.turn_begins_and_ends]
     assert not stats.failures
@@ -129,10 +132,10 @@ def test_a_request_may_limit_a_turn(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["plain", "short turns", "plain numbered", "short turns numbered"])
-def test_rows_that_begin_again_after_memory_ran_out_repeat_the_turns_that_the_harness_knows(
+def test_rows_that_restart_for_lack_of_memory_repeat_the_turns_that_the_harness_received(
     tmp_path, monkeypatch, mode
 ):
-    run = served_run(tmp_path, mode)
+    run = make_served_run(tmp_path, mode)
     expected, _ = play(run, 24, 1.0, num_slots=8)
     plan_writes = SlotCache.plan_writes
     num_prefills = 0
@@ -149,9 +152,8 @@ def test_rows_that_begin_again_after_memory_ran_out_repeat_the_turns_that_the_ha
     samples, stats = play(run, 24, 1.0, num_slots=8)
     assert num_prefills > 10
     assert not stats.failures
-    assert [sample.response_ids for sample in samples] == [
-        sample.response_ids for sample in expected
-    ]
+    response_ids = [sample.response_ids for sample in samples]
+    assert response_ids == [sample.response_ids for sample in expected]
 
 
 # ---- failing episodes and harnesses
@@ -166,8 +168,8 @@ def test_rows_that_begin_again_after_memory_ran_out_repeat_the_turns_that_the_ha
         ("sleeps", ["--env-timeout", "20"], "--env-timeout"),
     ],
 )
-def test_an_episode_that_fails_is_named_and_left_out(tmp_path, mode, flags, text):
-    run = served_run(tmp_path, mode, 8, *flags)
+def test_a_failed_episode_is_reported_and_left_out(tmp_path, mode, flags, text):
+    run = make_served_run(tmp_path, mode, 8, *flags)
     samples, stats = play(run, 8, 0.0)
     assert len(samples) == 4
     assert len(stats.failures) == 4
@@ -176,15 +178,16 @@ def test_an_episode_that_fails_is_named_and_left_out(tmp_path, mode, flags, text
 
 
 def test_an_evaluation_keeps_failed_episodes_without_a_reward(tmp_path):
-    run = served_run(tmp_path, "bad reward")
+    run = make_served_run(tmp_path, "bad reward")
     samples, stats = play(run, 8, 0.0, is_evaluation=True)
     assert len(samples) == 8
     earned = [sample.columns["earned"][1] for sample in samples]
-    assert earned.count(None) == 4 == len(stats.failures)
+    assert earned.count(None) == 4
+    assert len(stats.failures) == 4
 
 
 def test_the_run_ends_if_all_episodes_fail(tmp_path):
-    run = served_run(tmp_path, "hot")
+    run = make_served_run(tmp_path, "hot")
     with pytest.raises(ValueError, match=r"all 4 episodes failed.*temperature is 7 in the request"):
         play(run, 4, 1.0)
 
@@ -198,34 +201,29 @@ def test_the_run_ends_if_all_episodes_fail(tmp_path):
         ("no such command", None),
     ],
 )
-def test_a_harness_that_does_not_start_is_one_line(tmp_path, mode, text):
+def test_a_harness_that_does_not_start_causes_a_one_line_error(tmp_path, mode, text):
     command = f"{SCRIPT} '{mode}'" if text else "/no/such/command"
-    output = run_command(
-        "train.py", *GAME, "--env-server", command, "--env-timeout", "1" if mode == "silent" else "60",
-        "--run-dir", tmp_path / "run",
-    )  # fmt: skip
+    timeout = "1" if mode == "silent" else "60"
+    flags = ["--env-server", command, "--env-timeout", timeout, "--run-dir", tmp_path / "run"]
+    output = run_command("train.py", *GAME, *flags)
     assert output.returncode == 2
     assert "Traceback" not in output.stderr
     assert "--env-server" in output.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_flood_of_messages_ends_in_one_line(tmp_path):
-    output = run_command(
-        "train.py", *GAME, "--env-server", f"{SCRIPT} flood", "--batch", "2", "--groups", "2",
-        "--steps", "1", "--run-dir", tmp_path / "run",
-    )  # fmt: skip
+def test_a_flood_of_messages_causes_a_one_line_error(tmp_path):
+    flags = ["--env-server", f"{SCRIPT} flood", "--run-dir", tmp_path / "run"]
+    output = run_command("train.py", *GAME, *"--batch 2 --groups 2 --steps 1".split(), *flags)
     assert output.returncode == 2
     assert "Traceback" not in output.stderr
     assert "has sent the result of this episode before" in output.stderr
 
 
-def test_a_harness_killed_in_a_step_leaves_a_run_that_resumes(tmp_path):
+def test_a_run_resumes_after_the_harness_died_in_a_step(tmp_path):
     run_dir = tmp_path / "run"
-    flags = [
-        *GAME, "--batch", "2", "--groups", "4", "--steps", "3", "--save-every", "1",
-        "--learning-rate", "0.001",
-    ]  # fmt: skip
+    settings = "--batch 2 --groups 4 --steps 3 --save-every 1 --learning-rate 0.001"
+    flags = [*GAME, *settings.split()]
     harness = f"{SCRIPT} 'dies 20'"
     output = run_command("train.py", *flags, "--env-server", harness, "--run-dir", run_dir)
     assert output.returncode == 2
@@ -238,24 +236,23 @@ def test_a_harness_killed_in_a_step_leaves_a_run_that_resumes(tmp_path):
         "train.py", "--resume", run_dir, "--env-server", f"{SCRIPT} plain", "--allow-changes"
     )
     assert output.returncode == 0, output.stderr
-    whole = tmp_path / "whole"
-    run_command("train.py", *flags, "--env-server", f"{SCRIPT} plain", "--run-dir", whole)
+
+    uninterrupted = tmp_path / "uninterrupted"
+    run_command("train.py", *flags, "--env-server", f"{SCRIPT} plain", "--run-dir", uninterrupted)
     for file in ("metrics.jsonl", "rollouts.jsonl"):
-        first, second = (path / file for path in (run_dir, whole))
-        assert len(first.read_text().splitlines()) == len(second.read_text().splitlines())
-    rewards = [
-        [
-            json.loads(line)["reward/mean"]
-            for line in (path / "metrics.jsonl").read_text().splitlines()
-        ]
-        for path in (run_dir, whole)
-    ]
-    assert rewards[0] == rewards[1]
+        lines = (run_dir / file).read_text().splitlines()
+        assert len(lines) == len((uninterrupted / file).read_text().splitlines())
+    assert mean_rewards(run_dir) == mean_rewards(uninterrupted)
+
+
+def mean_rewards(run_dir):
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["reward/mean"] for line in lines]
 
 
 def test_a_run_evaluates_its_held_out_examples_with_the_harness(tmp_path):
     run_dir = tmp_path / "run"
-    flags = [*GAME[:-2], "--batch", "2", "--groups", "4", "--steps", "1", "--eval-every", "1"]
+    flags = [*GAME[:-2], *"--batch 2 --groups 4 --steps 1 --eval-every 1".split()]
     harness = f"{SCRIPT} plain"
     output = run_command("train.py", *flags, "--env-server", harness, "--run-dir", run_dir)
     assert output.returncode == 0, output.stderr
@@ -282,41 +279,40 @@ def test_a_run_evaluates_its_held_out_examples_with_the_harness(tmp_path):
         ("no held-out", ["--eval-every", "1"], ["no held-out examples", "--eval-every 0"]),
     ],
 )
-def test_examples_that_cannot_be_used_are_one_line(tmp_path, mode, flags, texts):
+def test_an_unusable_example_causes_an_error(tmp_path, mode, flags, texts):
     with pytest.raises(ValueError, match=re.escape(texts[0])) as error:
-        served_run(tmp_path, mode, 8, *flags)
+        make_served_run(tmp_path, mode, 8, *flags)
     assert texts[1] in str(error.value)
 
 
-def test_rewards_of_the_user_are_added_to_that_of_the_harness(tmp_path):
+def test_rewards_of_the_user_are_added_to_the_reward_of_the_harness(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def short(completions, **columns): return [0.5] * len(completions)\n")
-    run = served_run(tmp_path / "run", "plain", 8, "--reward", f"{file}:short")
+    run = make_served_run(tmp_path / "run", "plain", 8, "--reward", f"{file}:short")
     assert run.task.rewards_with_nonzero_weight.keys() == {"short", "environment"}
     file.write_text("def environment(completions, **columns): return [0.5] * len(completions)\n")
     with pytest.raises(ValueError, match="rename the function"):
-        served_run(tmp_path / "other", "plain", 8, "--reward", f"{file}:environment")
+        make_served_run(tmp_path / "other", "plain", 8, "--reward", f"{file}:environment")
 
 
-def test_a_program_cannot_sample_single_answers_of_an_environment(tmp_path):
+def test_a_program_cannot_sample_single_completions_in_an_environment(tmp_path):
     with pytest.raises(ValueError, match="--env-server"):
-        trainer.sample_completions(served_run(tmp_path), ["hello"], 1, None)
+        trainer.sample_completions(make_served_run(tmp_path), ["hello"], 1, None)
 
 
-def test_odd_texts_of_a_harness_do_not_end_the_run(tmp_path):
-    output = run_command(
-        "train.py", *GAME[:-1], "1", "--env-server", f"{SCRIPT} odd", "--batch", "2",
-        "--groups", "2", "--steps", "1", "--run-dir", tmp_path / "run",
-    )  # fmt: skip
+def test_unusual_texts_of_a_harness_do_not_end_the_run(tmp_path):
+    settings = "--eval-every 1 --batch 2 --groups 2 --steps 1".split()
+    flags = ["--env-server", f"{SCRIPT} odd", "--run-dir", tmp_path / "run"]
+    output = run_command("train.py", *GAME[:-2], *settings, *flags)
     assert output.returncode == 0, output.stderr
 
 
 @pytest.mark.parametrize("flags", [[], ["--train-completions", "2", "--truncated", "mask"]])
 @pytest.mark.parametrize("mode", ["only 1", "only 1 2 3 4", "only 1 5", "only 2 3 6 7"])
-def test_a_step_trains_on_the_episodes_that_are_left(tmp_path, mode, flags):
-    """One episode, one group, one episode of each group, or two of each."""
-    flags = ["--batch", "2", "--groups", "4", "--steps", "1", "--learning-rate", "0.001", *flags]
-    run = served_run(tmp_path, mode, 8, *flags)
+def test_a_step_trains_on_the_episodes_that_did_not_fail(tmp_path, mode, flags):
+    """These are one episode, one group, one episode of each group, or two of each group."""
+    flags = [*"--batch 2 --groups 4 --steps 1 --learning-rate 0.001".split(), *flags]
+    run = make_served_run(tmp_path, mode, 8, *flags)
     [metrics] = trainer.run_steps(run, train, stop_if_hopeless=False)
     assert metrics["episodes/failed"] == 8 - len(mode.split()[1:])
     assert math.isfinite(metrics["loss"])
@@ -332,7 +328,7 @@ def test_a_step_trains_on_the_episodes_that_are_left(tmp_path, mode, flags):
         (["--stop", "x"], "--stop"),
     ],
 )
-def test_settings_that_do_not_fit_a_harness_are_refused(tmp_path, flags, text):
+def test_settings_that_contradict_a_harness_are_refused(tmp_path, flags, text):
     output = run_command("train.py", *GAME, "--env-server", f"{SCRIPT} plain", *flags)
     assert output.returncode == 2
     assert text in output.stderr
@@ -353,7 +349,7 @@ def endpoint():
 
 
 def post(endpoint, body, token="secret", session="a", timeout=10):
-    """The status and the JSON body of a reply."""
+    """Sends a request; returns the status and the JSON body of the reply."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{endpoint.port}/inference/v1/generate",
         body if isinstance(body, bytes) else json.dumps(body).encode(),
@@ -366,7 +362,7 @@ def post(endpoint, body, token="secret", session="a", timeout=10):
         return error.code, json.load(error)
 
 
-def test_the_endpoint_answers_with_ids_and_log_probabilities(endpoint):
+def test_the_endpoint_replies_with_ids_and_log_probabilities(endpoint):
     replies = []
     body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 7, "logprobs": 1}}
     thread = threading.Thread(target=lambda: replies.append(post(endpoint, body)))
@@ -375,6 +371,7 @@ def test_the_endpoint_answers_with_ids_and_log_probabilities(endpoint):
     assert pending.request == protocol.GenerateRequest("a", [1, 2], 7, [], {})
     pending.answer([5, 6], [-0.5, -1.25], "stop")
     thread.join(10)
+
     [(status, reply)] = replies
     [choice] = reply["choices"]
     assert status == 200
@@ -386,7 +383,7 @@ def test_the_endpoint_answers_with_ids_and_log_probabilities(endpoint):
     ]
 
 
-def test_the_endpoint_names_the_longest_prompt(endpoint):
+def test_the_endpoint_reports_the_maximum_length_of_a_prompt(endpoint):
     request = urllib.request.Request(
         f"{endpoint.url}/models", headers={"Authorization": "Bearer secret"}
     )
@@ -417,7 +414,7 @@ def test_the_endpoint_names_the_longest_prompt(endpoint):
         (b'{"token_ids": [1e3]}', 400, "integers"),
     ],
 )
-def test_a_wrong_request_is_refused_with_its_reason(endpoint, body, status, text):
+def test_the_endpoint_refuses_a_wrong_request_and_gives_the_reason(endpoint, body, status, text):
     code, reply = post(endpoint, body)
     assert code == status
     assert text in reply["error"]["message"]
@@ -449,12 +446,12 @@ def test_headers_that_are_not_text_are_refused_without_a_traceback(
             + b"\r\nContent-Length: %d\r\n\r\n" % len(body)
             + body
         )
-        answer = client.makefile("rb").read()
-    assert answer.startswith(b"HTTP/1.1 %d" % status)
+        reply = client.makefile("rb").read()
+    assert reply.startswith(b"HTTP/1.1 %d" % status)
     assert not caplog.records
 
 
-def test_an_endpoint_closes_although_a_request_is_open():
+def test_an_endpoint_closes_while_a_request_is_open():
     endpoint = Endpoint("secret", queue.SimpleQueue())
     endpoint.most_open = 1
     body = b'{"token_ids": [1]}'
@@ -470,22 +467,23 @@ def test_an_endpoint_closes_although_a_request_is_open():
         assert not endpoint._thread.is_alive()
 
 
-def test_a_thousand_requests_at_once_are_bounded(endpoint):
+def test_the_endpoint_limits_the_number_of_open_requests(endpoint):
     codes = []
     lock = threading.Lock()
 
-    def ask():
+    def post_and_record_code():
         code, _ = post(endpoint, {"token_ids": [1]}, timeout=60)
         with lock:
             codes.append(code)
 
-    threads = [threading.Thread(target=ask) for _ in range(1000)]
+    threads = [threading.Thread(target=post_and_record_code) for _ in range(1000)]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 60
     while len(codes) < 1000 - endpoint.most_open and time.monotonic() < deadline:
         time.sleep(0.01)
     assert codes.count(503) == 1000 - endpoint.most_open
+
     for _ in range(endpoint.most_open):
         endpoint.events.get(timeout=10).answer([1], [0.0], "stop")
     for thread in threads:
@@ -493,7 +491,7 @@ def test_a_thousand_requests_at_once_are_bounded(endpoint):
     assert codes.count(200) == endpoint.most_open
 
 
-def test_a_client_that_closes_its_connection_is_noticed(endpoint):
+def test_a_closed_connection_cancels_the_request(endpoint):
     with pytest.raises(TimeoutError):
         post(endpoint, {"token_ids": [1]}, timeout=0.5)
     pending = endpoint.events.get(timeout=10)
@@ -503,7 +501,7 @@ def test_a_client_that_closes_its_connection_is_noticed(endpoint):
     assert endpoint.num_open == 0
 
 
-def test_a_harness_ends_with_its_children():
+def test_closing_a_harness_ends_its_child_processes():
     harness = Harness("sh -c 'sleep 1000 & echo $! >&2; wait'")
     with open(harness.log) as log:
         child = ""
@@ -534,19 +532,19 @@ def wait_for_end(harness):
         (r"printf '\377\n'; sleep 1000", "not a message"),
     ],
 )
-def test_a_harness_that_can_send_nothing_more_is_noticed(script, text, monkeypatch):
+def test_the_run_notices_a_harness_that_can_send_no_more_messages(script, text, monkeypatch):
     monkeypatch.setattr("serving.harness.END_SECONDS", 0.5)
     assert text in wait_for_end(Harness(shlex.join(["sh", "-c", script])))
 
 
-def test_a_harness_that_ignores_the_end_of_its_input_is_killed(monkeypatch):
+def test_a_harness_that_ignores_the_end_of_standard_input_is_killed(monkeypatch):
     monkeypatch.setattr("serving.harness.END_SECONDS", 0.5)
     harness = Harness("sleep 1000")
     harness.close()
     assert harness.process.returncode == -signal.SIGKILL
 
 
-def test_a_second_ctrl_c_does_not_leave_the_harness_behind(monkeypatch):
+def test_a_second_ctrl_c_does_not_leave_the_harness_running(monkeypatch):
     harness = Harness("sleep 1000")
     wait = harness.process.wait
 
@@ -560,7 +558,7 @@ def test_a_second_ctrl_c_does_not_leave_the_harness_behind(monkeypatch):
     assert harness.process.returncode == -signal.SIGKILL
 
 
-def test_a_harness_ends_although_its_run_was_killed():
+def test_a_harness_ends_after_the_run_was_killed():
     code = (
         "import serving.harness, os\n"
         "serving.harness.END_SECONDS = 0.1\n"
@@ -579,15 +577,16 @@ def test_a_harness_ends_although_its_run_was_killed():
         pytest.fail(f"the harness {pid} still runs")
 
 
-def test_a_command_that_cannot_be_started_leaves_no_file(tmp_path, monkeypatch):
+def test_a_harness_that_cannot_be_started_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ValueError, match="cannot be started"):
         Harness("/no/such/command")
     assert not list(tmp_path.iterdir())
 
 
-def test_runs_that_share_a_harness_each_tell_it_their_policy(tmp_path):
-    first, second = (served_run(tmp_path / name) for name in ("first", "second"))
+def test_each_run_that_shares_a_harness_sends_a_description_of_the_policy(tmp_path):
+    first = make_served_run(tmp_path / "first")
+    second = make_served_run(tmp_path / "second")
     assert first.player.harness is second.player.harness
     directories = []
     send = first.player.harness.send
@@ -607,29 +606,30 @@ def test_runs_that_share_a_harness_each_tell_it_their_policy(tmp_path):
     assert directories == expected
 
 
-# ---- what is imported
+# ---- imports
 
 
-def test_training_without_a_harness_loads_no_server():
-    code = "import train, evaluate, sys; print([n for n in sys.modules if n.startswith(('aiohttp', 'serving'))])"
+def test_training_without_a_harness_imports_no_server():
+    code = (
+        "import train, evaluate, sys\n"
+        "print([name for name in sys.modules if name.startswith(('aiohttp', 'serving'))])"
+    )
     output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert output.stdout.strip() == "[]"
 
 
-def test_gwen_imports_nothing_of_verifiers_and_the_adapter_nothing_of_gwen():
-    rooms = {path.stem for path in ROOT.glob("*.py")} | {
-        path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()
-    }
+def test_gwen_does_not_import_verifiers_and_the_adapter_does_not_import_gwen():
+    modules = {path.stem for path in ROOT.glob("*.py")}
+    packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
     environments = ROOT / "examples" / "environments"  # users' files for verifiers
     for path in ROOT.rglob("*.py"):
         names = path.relative_to(ROOT).parts
         if environments in path.parents or any(name.startswith(".") for name in names):
             continue
         lines = path.read_text().splitlines()
-        imported = {
-            line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))
-        }
+        imports = [line for line in lines if line.startswith(("import ", "from "))]
+        imported = {line.split()[1].split(".")[0] for line in imports}
         if path.name == "verifiers_harness.py":
-            assert not imported & rooms
+            assert not imported & (modules | packages)
         elif not {"tests", "examples", ".venv"} & set(path.parts):
             assert not imported & {"verifiers", "renderers"}, path

@@ -1,4 +1,4 @@
-"""The gradient of attention: against float64 in a model whose keys have large biases, and by blocks."""
+"""The gradient of attention: against float64 if the keys have large biases, and by blocks."""
 
 import math
 
@@ -30,7 +30,7 @@ LOSS_SCALE = 64  # a trainer in float16 scales the loss
 
 
 def make_biased_model(key_bias: float) -> gwen.Model:
-    """Returns a Qwen2 in float32 with adapters, whose keys have a bias of this standard deviation."""
+    """Returns a Qwen2 in float32 with adapters, and keys whose bias has this deviation."""
     model = gwen.Model(hub.make_config(QWEN2))
     rng = np.random.default_rng(0)
     weights = {}

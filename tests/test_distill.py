@@ -53,7 +53,7 @@ def prompt(tmp_path):
 
 
 def change_adapters(run):
-    """Gives the adapters of a run random weights, so that they change the model; returns the run."""
+    """Gives the adapters of a run random weights, which change the model; returns the run."""
     for number, (_, layer) in enumerate(lora.adapted_layers(run.model)):
         layer.lora_b = 0.05 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(number))
     run.learner = update.Learner(run.model, run.config, run.learner.loss, run.base)

@@ -1,4 +1,4 @@
-"""The model against mlx_lm on random weights, and saved files against the programs that read them."""
+"""The model against mlx_lm on random weights, and saved files against their readers."""
 
 import json
 import re

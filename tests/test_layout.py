@@ -113,7 +113,7 @@ def nodes_run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def first_import_of_project_or_mlx(path: Path) -> str:
-    """Returns the first module of this project or of MLX that an import of the file imports, or ""."""
+    """Returns the first module of this project or of MLX that is imported with a file, or ""."""
     modules = {*ROOMS, *PACKAGES, "mlx", "mlx_lm"}
     imports = [node for node in nodes_run_at_import(parse(path)) if imported_names(node)]
     imports.sort(key=lambda node: (node.lineno, node.col_offset))
@@ -140,7 +140,7 @@ def room_of(name: str) -> str:
 
 @functools.cache
 def imports_by_room() -> dict[str, set[str]]:
-    """Returns, for each room, the other rooms that it imports. A room is a folder or a root file."""
+    """Returns, for each room, the other rooms that it imports. A room is a folder or root file."""
     imports_of_room: dict[str, set[str]] = {room_of(name): set() for name in ROOMS}
     for name, path in ROOMS.items():
         room = room_of(name)

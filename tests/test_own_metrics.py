@@ -1,4 +1,4 @@
-"""A user's metrics: rewards with weight 0, and the functions `log_metric` and `log_extra` of TRL."""
+"""A user's metrics: rewards with weight 0, and TRL's functions `log_metric` and `log_extra`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A mistake in a user's function causes one error in a Python program, whose message is one line."""
+"""A mistake in a user's function causes a single error, whose message is one line."""
 
 import json
 import subprocess

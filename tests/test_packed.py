@@ -1,4 +1,4 @@
-"""Models that mlx_lm quantized: loaded exactly, accepted as judge and teacher, refused for training."""
+"""Models that mlx_lm quantized: their logits, their use as judge and teacher, and refusals."""
 
 import gc
 import json

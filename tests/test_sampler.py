@@ -135,7 +135,7 @@ def assert_same_logprobs(rollout, expected, model):
 
 @pytest.fixture(scope="module")
 def reference(model):
-    """Settings, and a rollout of 25 rows of varying lengths, decoded together from copied prompts."""
+    """Settings, and a rollout of 25 rows of varying lengths, decoded from copied prompts."""
     settings = dict(group_size=5, max_tokens=40, eos_ids=tuple(range(0, 320, 10)))
     rollout = roll_out(model, **settings, batch_size=25, share_prefix=False)
     assert len({len(ids) for ids in rollout.ids}) > 5

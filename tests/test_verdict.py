@@ -250,12 +250,12 @@ def policy_with_score_from(low):
 
 
 def policy_with_second_reward(largest):
-    """Returns a policy that answers the same prompts right, with a second reward up to `largest`."""
+    """Returns a policy with a fixed accuracy and a second reward of up to `largest`."""
     return lambda rng, prompt: (random_text(rng), float(prompt[-1] > "4"), largest * rng.random())
 
 
 def make_losses(offset, num=64):
-    """Returns (nats, tokens) of conversations, whose losses differ more than training changes them."""
+    """Returns (nats, tokens) of conversations whose losses differ more than training can change."""
     return [[10.0 * (n / 20 + offset) * (1 + n % 3), 10.0 * (1 + n % 3)] for n in range(num)]
 
 

@@ -11,7 +11,7 @@ from kv_cache import (
     AttentionMasks,
     KVCache,
     LayerCache,
-    QueryRowsPerCacheRow,
+    QueryRowsReadingCachePart,
     SlotCache,
     round_up_to_chunk,
 )
@@ -88,7 +88,7 @@ def test_a_decode_step_writes_in_place():
 
 def test_without_padding_one_token_needs_no_mask_and_several_tokens_a_causal_mask():
     cache = make_filled_cache()
-    assert cache.attention_masks(1) == AttentionMasks([QueryRowsPerCacheRow()])
+    assert cache.attention_masks(1) == AttentionMasks([QueryRowsReadingCachePart()])
     assert cache.attention_masks(2) == CAUSAL
     assert cache.next_positions(3).tolist() == [5, 5, 5]
 

@@ -189,7 +189,7 @@ def test_a_wrong_answer_does_not_have_the_highest_reward_if_right_answers_earn_m
         return {"values": [right], "reward": [weights[0] * right + weights[1] * form]}
 
     def find_problems(before, after):
-        return answer_changes.problems_answered_wrong_with_highest_reward({0: before, 9: after})
+        return answer_changes.wrong_with_highest_reward_if_alarming({0: before, 9: after})
 
     for weights, expected in (
         ((1.0, 0.1), (set(), set())),

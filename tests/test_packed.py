@@ -103,7 +103,7 @@ def simulated_gpu(monkeypatch, tokenizer):
     """Lets models load as on a GPU, with the tokenizer of the tests."""
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     # otherwise, all kernels would be disabled for all following tests
-    monkeypatch.setattr(gwen, "warn_and_disable_faulty_kernels", lambda _: None)
+    monkeypatch.setattr(gwen, "check_mlx_and_disable_faulty_kernels", lambda _: None)
     monkeypatch.setattr(hub, "load_tokenizer", lambda _: tokenizer)
 
 

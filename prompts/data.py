@@ -169,7 +169,7 @@ def write_rows_to_cache_file(data: Any) -> tuple[str, list[str]]:
     """
     Writes rows from a user's program to a cache file whose name is a hash of the rows.
 
-    data: the rows, of the types that `arrow.rows_and_num_removed_doubtful_nulls` allows. Returns the
+    data: rows of the types that `arrow.rows_and_num_removed_doubtful_nulls` allows. Returns the
     path of the file, and notes for the user.
     Raises ValueError if a row cannot be written as JSON.
     """

@@ -163,7 +163,7 @@ class ChatModel:
         )[0]:
             sampled = decoder.sample(uniform_numbers[None])
             mx.async_eval(sampled)  # separate from the logits, so that it can be read earlier
-            decoder.append(sampled)
+            decoder.append_and_update_logits(sampled)
             token, logprob = (np.array(value)[0] for value in sampled)  # wait
             if not np.isfinite(logprob):
                 raise sampler.NonFiniteLogprob(0, len(self.turn), decoder.logits.dtype)

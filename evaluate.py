@@ -54,7 +54,7 @@ from prompts.examples import hash_prompt_without_system, pick_evenly_spaced
 from settings.checks import check_settings
 from settings.sources import load_recipe, load_task_defaults, resolve_settings, settings_from_flags
 from step.loss import StepLoss
-from tasks.replies import load_replies
+from tasks.replies import load_conversations_and_task
 from text import wrapping
 from text.printable import escape_invisible
 from tools.tool_workers import end_tool_threads_on_exit
@@ -392,7 +392,7 @@ def evaluate_sft_run(
             )
     config = check_settings(settings)
     held_out_keys = tasks.read_held_out_keys(args.run)
-    _, held_out, task, notes = load_replies(config, held_out_keys)
+    _, held_out, task, notes = load_conversations_and_task(config, held_out_keys)
     if samples_answers:
         print_to_stderr("\n".join(notes))
     model, tokenizer, contains_base = load_policy(

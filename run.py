@@ -96,7 +96,7 @@ class Run:
     allow_changes: bool = False  # whether the data and files of a resumed run may have changed
     holds_lock: bool = False  # whether this process has locked the run directory
     clock_now = staticmethod(time.monotonic)
-    _last_state: dict[str, Any] | None = None  # see `snapshot_step_or_interrupt`
+    _last_state: dict[str, Any] | None = None  # see `mark_step_complete_and_keep_state`
 
     def __init__(self, config: Config, run_dir: Path):
         """
@@ -297,7 +297,7 @@ class Run:
             return {}
         return {"on_samples": functions.function_name_with_arguments(self.on_samples)}
 
-    def check_parts_and_prepare_to_train(self) -> None:
+    def compare_saved_parts_and_prepare_to_train(self) -> None:
         """
         Compares the objects that Python sets with those of a resumed run, and records them.
 
@@ -367,7 +367,7 @@ class Run:
         """Whether the run can be saved, because nothing has changed since the last logged step."""
         return self.boundary == (self.step, self.learner.num_changes)
 
-    def snapshot_step_or_interrupt(self, step_metrics: dict[str, Any] | None = None) -> None:
+    def mark_step_complete_and_keep_state(self, step_metrics: dict[str, Any] | None = None) -> None:
         """
         Marks the step as complete, so that the run can be saved.
 
@@ -476,7 +476,7 @@ class Run:
         self.step = state.step
         self.saved_step = state.step
         self.saved_best = extra["best_step"]
-        self.snapshot_step_or_interrupt()
+        self.mark_step_complete_and_keep_state()
 
     def save(self) -> None:
         """Saves a checkpoint and the adapter. Only rank 0 writes files."""
@@ -511,7 +511,7 @@ class GrpoRun(Run):
     def __init__(self, config: Config, run_dir: Path):
         # the task is made before the model is loaded, because most mistakes are found in the task
         self.task = self._make_task(config, run_dir)
-        surprises = describe_surprising_rewards(config, self.task)
+        surprises = try_rewards_and_describe_surprises(config, self.task)
         self.custom = objectives.load_and_try_custom_objective(config)
         examples = self.task.train or self.task.held_out
         self.shared_messages, _ = chat_template.shared_opening_and_num_systems(examples)
@@ -523,7 +523,7 @@ class GrpoRun(Run):
         )
         self.player = self._make_player(config)
         self.sources |= digest_data_and_source_files(config, self.task)
-        self.source_files = tuple(list_source_files(config, self.task))
+        self.source_files = tuple(list_code_rubric_and_prompt_files(config, self.task))
         environment_state.record_or_restore_first_states(self.task.environments)
         self._try_environments(examples)
         environment_state.record_or_restore_first_states(self.task.environments)
@@ -569,7 +569,7 @@ class GrpoRun(Run):
         self.batch_size = BatchSize(self.sizes.rollout_batch_size)
         if config.objective.teacher:
             self._load_and_check_teacher(examples)
-        self.snapshot_step_or_interrupt()
+        self.mark_step_complete_and_keep_state()
 
     def _make_player(self, config: Config) -> "Player | None":
         """The player of --env-server, or None. The task has started the harness."""
@@ -627,7 +627,7 @@ class GrpoRun(Run):
         self.teacher = Teacher(
             self.config, self.model, self.tokenizer, self.base, self.sizes.train_token_budget
         )
-        self.teacher.check_prompts(examples, self.prompt_ids)
+        self.teacher.refuse_prompts_unfit_for_teacher(examples, self.prompt_ids)
         if self.config.objective.teacher != "self":
             self.sources["teacher model"] = checkpoint.digest_of_model_weights(self.teacher.model)
 
@@ -714,7 +714,7 @@ class GrpoRun(Run):
         In a resumed run, an object of the same class as before receives its saved state. Raises
         ValueError if the object lacks a method, or could not restore its state.
         """
-        curriculum.refuse_unusable_prompts(prompts)
+        curriculum.refuse_unusable_curriculum(prompts)
         self._prompts = prompts
         name = self.names_of_parts_set_in_python().get("run.prompts")
         is_same = name is not None and self.saved_parts.get("run.prompts") == name
@@ -761,8 +761,8 @@ class GrpoRun(Run):
             parts["run.prompts"] = type(self.prompts).__qualname__
         return parts
 
-    def check_parts_and_prepare_to_train(self) -> None:
-        super().check_parts_and_prepare_to_train()
+    def compare_saved_parts_and_prepare_to_train(self) -> None:
+        super().compare_saved_parts_and_prepare_to_train()
         self._saved_prompts_state = None
         self._report_settings_without_effect()
         # an interrupted step or another run of this process may have changed the states
@@ -781,7 +781,7 @@ class GrpoRun(Run):
         )
         lines = list(ineffective)
         if may_replay:
-            lines += effects.describe_effects_on_replayed_samples(self.config, self.custom.loss)
+            lines += effects.describe_settings_affecting_only_replay(self.config, self.custom.loss)
         if lines != self._reported_effects:
             print_lines(lines)
         self._reported_effects = lines
@@ -790,14 +790,14 @@ class GrpoRun(Run):
                 self.step, health.RunWarning("settings without effect", "; ".join(ineffective))
             )
 
-    def snapshot_step_or_interrupt(self, step_metrics: dict[str, Any] | None = None) -> None:
+    def mark_step_complete_and_keep_state(self, step_metrics: dict[str, Any] | None = None) -> None:
         if self._has_own_prompts:
             curriculum.observe_and_commit(self.prompts, step_metrics)
         else:
             self.prompts.commit()
         self.environment_states = environment_state.collect_states(self.task.environments)
         rewards.set_step_of_user_rewards(self.task.rewards, self.step, self.config.optimizer.steps)
-        super().snapshot_step_or_interrupt(step_metrics)
+        super().mark_step_complete_and_keep_state(step_metrics)
 
     def extra_checkpoint_values(self) -> dict[str, Any]:
         extra = super().extra_checkpoint_values()
@@ -808,10 +808,10 @@ class GrpoRun(Run):
         extra["prompts"] = copy_as_json("run.prompts.state is", state)
         if self.environment_states:
             extra["environments"] = self.environment_states
-        self._warn_once_of_unsaved_class_attributes()
+        self._warn_once_of_lost_environment_state()
         return extra
 
-    def _warn_once_of_unsaved_class_attributes(self) -> None:
+    def _warn_once_of_lost_environment_state(self) -> None:
         """Warns once if an environment has changed class attributes that no checkpoint keeps."""
         if self._class_values is None:
             return
@@ -850,9 +850,11 @@ class SftRun(Run):
 
         path = config.data.path
         held_out_before = world.compute_on_rank0(lambda: tasks.read_held_out_keys(run_dir))
-        train, all_held_out, self.task, notes = replies.load_replies(config, held_out_before)
+        train, all_held_out, self.task, notes = replies.load_conversations_and_task(
+            config, held_out_before
+        )
         if self.task is not None:
-            notes = notes + describe_surprising_rewards(config, self.task)
+            notes = notes + try_rewards_and_describe_surprises(config, self.task)
         print_lines(notes)
         if config.evaluation.every and not all_held_out:
             raise ValueError(
@@ -878,7 +880,7 @@ class SftRun(Run):
         self.held_out = chats.encode_conversations(
             held_out, "held-out", self.tokenizer, self.model.config, thinking
         )
-        num_answers = self._prepare_to_sample_answers()
+        num_answers = self._check_and_count_prompts_to_answer()
         print_lines(held_out_warnings(config, train, held_out, num_answers))
 
         conversations = self.train + self.held_out
@@ -888,9 +890,9 @@ class SftRun(Run):
             lengths.append(sum(len(row.ids) for row in rows))
         self.choose_sizes_and_make_learner(lengths, most_rows=num_answers or USUAL_ROWS)
         self.batch_size = BatchSize(self.sizes.rollout_batch_size)
-        self.snapshot_step_or_interrupt()
+        self.mark_step_complete_and_keep_state()
 
-    def _prepare_to_sample_answers(self) -> int | None:
+    def _check_and_count_prompts_to_answer(self) -> int | None:
         """
         Checks the held-out prompts, and records what their scores depend on.
 
@@ -905,7 +907,7 @@ class SftRun(Run):
         params.encode_prompts(self.tokenizer, self.model.config.max_position_embeddings, problems)
         self.sources |= digest_functions_and_files([config.data.verifier, *config.data.reward])
         self.sources["held-out answers"] = checkpoint.digest_of_reprs(*self.task.held_out)
-        self.source_files = tuple(list_source_files(config, self.task))
+        self.source_files = tuple(list_code_rubric_and_prompt_files(config, self.task))
         return len(problems)
 
     def samples_for_next_step(self) -> list[Sample]:
@@ -923,11 +925,11 @@ class SftRun(Run):
         if world.is_first():
             tasks.record_held_out_keys_once(self.dir, self.all_held_out)
 
-    def snapshot_step_or_interrupt(self, step_metrics: dict[str, Any] | None = None) -> None:
+    def mark_step_complete_and_keep_state(self, step_metrics: dict[str, Any] | None = None) -> None:
         if self.task is not None:
             num_steps = self.config.optimizer.steps
             rewards.set_step_of_user_rewards(self.task.rewards, self.step, num_steps)
-        super().snapshot_step_or_interrupt(step_metrics)
+        super().mark_step_complete_and_keep_state(step_metrics)
 
     def evaluate(self) -> None:
         """
@@ -957,7 +959,7 @@ def make_run(config: Config, run_dir: Path) -> GrpoRun | SftRun:
     return GrpoRun(config, run_dir)
 
 
-def describe_surprising_rewards(config: Config, task: tasks.Task) -> list[str]:
+def try_rewards_and_describe_surprises(config: Config, task: tasks.Task) -> list[str]:
     """Calls the rewards with made-up completions. Returns a line for each surprising value."""
     from rewards import audit
 
@@ -1002,7 +1004,7 @@ def digest_data_and_source_files(config: Config, task: tasks.Task) -> dict[str, 
             objective.teacher_prompt,
             task.rubric,
             task.witness,
-            *list_programs_in_command(config.tools.env_server),
+            *list_python_files_in_command(config.tools.env_server),
         ],
     )
 
@@ -1023,12 +1025,12 @@ def list_possible_function_specs(config: Config) -> list[str]:
     return [*specs, objective.loss_type, objective.advantage, config.optimizer.kind]
 
 
-def list_programs_in_command(command: str) -> list[str]:
+def list_python_files_in_command(command: str) -> list[str]:
     """The Python files that a command names, such as the adapter of --env-server."""
     return [word for word in shlex.split(command) if word.endswith(".py")]
 
 
-def list_source_files(config: Config, task: tasks.Task) -> list[Path]:
+def list_code_rubric_and_prompt_files(config: Config, task: tasks.Task) -> list[Path]:
     """The user's files with functions, and the files of rubrics and of the teacher's prompt."""
     function_files = [functions.file_of_spec(spec) for spec in list_possible_function_specs(config)]
     names = [
@@ -1036,7 +1038,7 @@ def list_source_files(config: Config, task: tasks.Task) -> list[Path]:
         config.objective.teacher_prompt,
         task.rubric,
         task.witness,
-        *list_programs_in_command(config.tools.env_server),
+        *list_python_files_in_command(config.tools.env_server),
     ]
     files = [Path(name) for name in names if name]
     return [file for file in dict.fromkeys(files) if file.is_file()]

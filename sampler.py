@@ -373,7 +373,7 @@ class Decoder:
         values = choose_token(self.logits, mx.array(uniforms), self.params)
         return values if self.params.entropy else values[:2]
 
-    def append(self, sampled: tuple[mx.array, ...]) -> None:
+    def append_and_update_logits(self, sampled: tuple[mx.array, ...]) -> None:
         """Appends the tokens in `sampled`, and updates `logits` to those after these tokens."""
         tokens = sampled[0]
         hidden = self.forward(tokens[:, None], self.cache)[:, -1]
@@ -422,7 +422,7 @@ class SlotDecoder(Decoder):
         self.logits = mx.zeros((num_slots, prompt_logits.shape[1]), prompt_logits.dtype)
         self._begin_waiting_rows(list(range(num_slots)))
 
-    def sample_slots(self) -> tuple[mx.array, ...]:
+    def sample_into_unread_steps(self) -> tuple[mx.array, ...]:
         """Samples each slot's next token as `sample` does, and adds it to `unread_steps`."""
         last_position = self.uniforms.shape[1] - 1
         positions = np.minimum(self.num_sampled[self.rows], last_position)
@@ -431,13 +431,13 @@ class SlotDecoder(Decoder):
         self.num_sampled[self.rows] += 1
         return sampled
 
-    def append(self, sampled: tuple[mx.array, ...]) -> None:
+    def append_and_update_logits(self, sampled: tuple[mx.array, ...]) -> None:
         self.cache.plan_writes()
-        super().append(sampled)
+        super().append_and_update_logits(sampled)
 
     def queue_step(self) -> None:
         """Samples a token for each slot and appends it to the row in this slot."""
-        self.append(self.sample_slots())
+        self.append_and_update_logits(self.sample_into_unread_steps())
 
     def read_all_but_newest(self, num_newest: int) -> None:
         """Writes the tokens of all unread steps except the newest `num_newest` to the state."""
@@ -460,7 +460,7 @@ class SlotDecoder(Decoder):
         self.logits[mx.array(slots)] = last_hidden @ self.model.head_weight.T
         mx.eval(self.logits, self.cache.arrays())  # wait: the next ids may use this memory
 
-    def has_enough_idle(self, num_idle: int) -> bool:
+    def is_refill_or_drop_worthwhile(self, num_idle: int) -> bool:
         """Whether this many idle slots are worth the cost of `refill_or_drop_slots`."""
         least = REFILL if self.waiting_rows else SHRINK
         return num_idle >= least * len(self.rows)
@@ -506,12 +506,12 @@ def decode(decoder: SlotDecoder) -> None:
     for step in itertools.count():
         # An ended row keeps sampling until its end is read, but takes up no more columns.
         np.minimum(cache.lengths, last_column, out=cache.lengths)
-        sampled = decoder.sample_slots()
+        sampled = decoder.sample_into_unread_steps()
         is_full = decoder.num_sampled[decoder.rows] >= state.limits[decoder.rows]
         if is_full.all() and not decoder.waiting_rows:
             break
 
-        decoder.append(sampled)
+        decoder.append_and_update_logits(sampled)
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue
 
@@ -522,7 +522,7 @@ def decode(decoder: SlotDecoder) -> None:
         ended = state.ended[decoder.rows]
         if ended.all() and not decoder.waiting_rows:
             break
-        if decoder.has_enough_idle(ended.sum()):
+        if decoder.is_refill_or_drop_worthwhile(ended.sum()):
             decoder.refill_or_drop_slots(np.flatnonzero(ended).tolist())
 
     decoder.read_all_but_newest(num_newest=0)
@@ -556,7 +556,7 @@ def continue_greedily(
 RowsByPrompt = dict[tuple[int, ...], list[int]]
 
 
-def sample_batch(
+def prefill_and_sample_batch(
     model: gwen.Model,
     rows_by_prompt: RowsByPrompt,
     state: DecodeState,
@@ -624,7 +624,9 @@ def sample_with_retries(
         batch = dict(itertools.islice(unfinished.items(), num_prompts))
         rows = list(itertools.chain(*batch.values()))
 
-        if memory.try_within_memory(sample_batch, model, batch, state, size.rows, share_prefix):
+        if memory.try_within_memory(
+            prefill_and_sample_batch, model, batch, state, size.rows, share_prefix
+        ):
             assert all(map(state.is_over, rows)), f"some of {len(rows)} rows did not end"
         if all(map(state.is_over, rows)):
             continue

@@ -107,7 +107,7 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         )
         run.journal.write_new_judge_scores(run.step, run.judge)
         # from here on, the run can be saved, so a pending Ctrl-C takes effect
-        run.snapshot_step_or_interrupt(figures)
+        run.mark_step_complete_and_keep_state(figures)
         is_best = run.evaluate_if_due_and_tell_if_best()
         if is_best or run.save_is_due():
             run.save()
@@ -218,7 +218,7 @@ def update_policy(run: Run, samples: list[Sample]) -> UpdateResult:
 
     if run.teacher:
         with clock.phase("teacher") as done:
-            batches = run.teacher.add_teacher_hidden_states(selected, batches)
+            batches = run.teacher.add_teacher_states_and_head(selected, batches)
             done(batches)
 
     with clock.phase("update") as done:
@@ -263,7 +263,7 @@ class Trainer:
         Raises a one-line ValueError if the user made a mistake. A new run then leaves no directory.
         """
         callbacks = instantiate_and_check_callbacks(callbacks)
-        self.run = trainer.open_run(spec)
+        self.run = trainer.make_or_restore_run_and_open_dir(spec)
         self.callbacks = CallbackCaller(self.run, callbacks)
         self.callbacks.call("on_init_end")
         self.config = self.run.config

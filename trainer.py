@@ -175,7 +175,7 @@ def lock_run_and_load_checkpoint(
     return state
 
 
-def open_run(spec: RunSpec) -> GrpoRun | SftRun:
+def make_or_restore_run_and_open_dir(spec: RunSpec) -> GrpoRun | SftRun:
     """
     Makes the run, restores its checkpoint if there is one, and opens its directory and logs.
 
@@ -206,7 +206,7 @@ def open_run(spec: RunSpec) -> GrpoRun | SftRun:
     run.dir = Path(world.compute_on_rank0(lambda: create_or_update_run_dir(run, spec)))
     run.holds_lock = True  # the lock is kept until the training loop ends
     run.open_logs_and_record_inputs()
-    only_here = functions.describe_functions_of_this_program(run.config.to_flags())
+    only_here = functions.explain_why_no_other_program_can_resume(run.config.to_flags())
     if only_here:
         print_line(only_here)
     num_trainable = sum(array.size for array in run.learner.trainable.values())
@@ -277,8 +277,12 @@ def run_steps(
         )
     first_steps: list[dict[str, Any]] = []
     try:
-        run.check_parts_and_prepare_to_train()
-        with guard_output(is_log=True), with_live_display(run), save_on_interrupt_or_error(run):
+        run.compare_saved_parts_and_prepare_to_train()
+        with (
+            guard_output(is_log=True),
+            with_live_page_and_trackers(run),
+            save_on_interrupt_or_error(run),
+        ):
             for figures in loop(run):
                 yield figures
                 if stop_if_hopeless and len(first_steps) < trial.TRY_STEPS:
@@ -419,7 +423,7 @@ def push_to_hub(
 
 
 @contextlib.contextmanager
-def with_live_display(run: Any) -> Iterator[None]:
+def with_live_page_and_trackers(run: Any) -> Iterator[None]:
     """
     Inside the `with` block, updates the run's status line, page and experiment trackers.
 
@@ -579,7 +583,7 @@ def _explain_how_to_continue(run: Any, error: BaseException) -> str:
 
     is_saved = bool(checkpoint.list_checkpoints(run.dir))
     flags = run.config.to_flags()
-    place = functions.find_place_of_functions(flags)
+    place = functions.only_place_that_has_functions(flags)
     parts = [f"trainer.{name}" for name in run.names_of_parts_set_in_python()]
     if place or parts:
         return correct_first + _explain_how_to_continue_in_python(
@@ -765,7 +769,7 @@ def train_to_end(spec: RunSpec, loop: Loop, *, stop_if_hopeless: bool) -> Path:
         return Path(spec.path)
 
     is_new = spec.state is None
-    run = open_run(spec)
+    run = make_or_restore_run_and_open_dir(spec)
     try:
         for _ in run_steps(run, loop, stop_if_hopeless=stop_if_hopeless and is_new):
             pass

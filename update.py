@@ -267,7 +267,7 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
         else:
             means[name] = sum(values) / (num_iterations * num_counted_tokens)
     if any(batch.is_replayed is not None for batch in batches):
-        means |= mean_gaps_with_replay(step_stats)
+        means |= mean_gaps_of_own_and_replayed_tokens(step_stats)
     return UpdateResult(
         lr,
         lr_scale,
@@ -326,7 +326,9 @@ def clip_gradient(gradient: Any, max_norm: float) -> tuple[Any, Any]:
     return optim.clip_grad_norm(gradient, max_norm or math.inf)
 
 
-def mean_gaps_with_replay(step_stats: list[dict[str, float]]) -> dict[str, float | None]:
+def mean_gaps_of_own_and_replayed_tokens(
+    step_stats: list[dict[str, float]],
+) -> dict[str, float | None]:
     """
     The means of MISMATCH over the step's own tokens, and of REPLAY_GAP over the replayed tokens.
 

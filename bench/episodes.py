@@ -60,10 +60,10 @@ class InsideConversations:
         self.num_turns = [0] * len(replies)
         self.ready: dict[int, list[int] | str] = {}
 
-    def begin(self, rows: list[int]) -> None:
+    def begin_or_restart_rows(self, rows: list[int]) -> None:
         """Nothing is to be prepared."""
 
-    def turn_limit(self, row: int) -> int:
+    def max_tokens_of_next_turn(self, row: int) -> int:
         return int(self.args.turn_tokens)
 
     def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray) -> None:
@@ -73,7 +73,9 @@ class InsideConversations:
         is_over = self.num_turns[row] == self.args.turns
         self.ready[row] = "stop" if is_over else self.replies[row][begin : begin + size]
 
-    def end_row(self, row: int, ids: list[int], logprobs: np.ndarray, reason: str) -> None:
+    def receive_unfinished_turn(
+        self, row: int, ids: list[int], logprobs: np.ndarray, reason: str
+    ) -> None:
         """The last turn reaches the row's limit, and needs no reply."""
 
     def take_replies(self, wait: bool) -> dict[int, list[int] | str]:
@@ -129,7 +131,7 @@ def play_outside(
         episodes=episodes,
     )
     episodes.wait_for_results()
-    episodes.close()
+    episodes.cancel_episodes_and_refuse_requests()
     errors = [episode.error for episode in episodes.episodes if episode.error]
     assert not errors, errors[0]
     return [episode.ids[len(episode.prompt) :] for episode in episodes.episodes]

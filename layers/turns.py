@@ -23,16 +23,18 @@ class RowEpisodes(Protocol):
     context: int  # the maximum number of positions in a row, including its prompt
     wait_s: float  # how many seconds the sampler has waited for replies
 
-    def begin(self, rows: list[int]) -> None:
+    def begin_or_restart_rows(self, rows: list[int]) -> None:
         """The rows begin; a row that already had turns begins again."""
 
-    def turn_limit(self, row: int) -> int | None:
+    def max_tokens_of_next_turn(self, row: int) -> int | None:
         """The most tokens that the row's next turn may have; None if only the row has a limit."""
 
     def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray) -> None:
         """The row's turn has ended with these ids, and the row waits for a reply."""
 
-    def end_row(self, row: int, ids: list[int], logprobs: np.ndarray, reason: str) -> None:
+    def receive_unfinished_turn(
+        self, row: int, ids: list[int], logprobs: np.ndarray, reason: str
+    ) -> None:
         """The row has ended because it has reached a limit. ids: those of its unfinished turn."""
 
     def take_replies(self, wait: bool) -> dict[int, list[int] | str]:
@@ -83,7 +85,7 @@ class Decoder(Protocol):
 
     def append_ids_and_update_logits(self, ids_by_slot: dict[int, list[int]]) -> None: ...
 
-    def has_enough_idle(self, num_idle: int) -> bool: ...
+    def is_refill_or_drop_worthwhile(self, num_idle: int) -> bool: ...
 
     def refill_or_drop_slots(self, idle_slots: list[int]) -> None: ...
 
@@ -117,7 +119,7 @@ class TurnScheduler:
         self.replies: dict[int, list[int]] = {}  # the ids that each row gets next
 
         rows = list(prompt_lengths)
-        self.episodes.begin(rows)  # before the turns, whose limits it may change
+        self.episodes.begin_or_restart_rows(rows)  # before the turns, whose limits it may change
         for row in rows:
             state.sequences[row] = []
             state.places[row] = []
@@ -201,7 +203,7 @@ class TurnScheduler:
         """Ends a row that has reached a limit. turn: the ids of its unfinished turn, if any."""
         reason = self._finish_reason_at_limit(row)
         self.state.reasons[row] = reason
-        self.episodes.end_row(row, turn, logprobs, reason)
+        self.episodes.receive_unfinished_turn(row, turn, logprobs, reason)
 
     def _drop_unfinished_turn(self, row: int) -> None:
         """Ends the row's turn without its tokens, if the row is in the middle of a turn."""
@@ -243,9 +245,9 @@ class TurnScheduler:
         state = self.state
         end_of_context = state.lengths[row] + self._positions_left(row)
         limit = min(state.max_tokens[row], end_of_context)
-        turn_limit = self.episodes.turn_limit(row)
-        if turn_limit is not None:
-            limit = min(limit, state.lengths[row] + turn_limit)
+        max_tokens_of_next_turn = self.episodes.max_tokens_of_next_turn(row)
+        if max_tokens_of_next_turn is not None:
+            limit = min(limit, state.lengths[row] + max_tokens_of_next_turn)
         state.limits[row] = limit
         state.ended[row] = False
 
@@ -258,7 +260,7 @@ class TurnScheduler:
         complete = self.slots_of_complete_rows
         if not complete:
             return
-        if self.is_sampling and not self.decoder.has_enough_idle(len(complete)):
+        if self.is_sampling and not self.decoder.is_refill_or_drop_worthwhile(len(complete)):
             return
         self.decoder.read_all_but_newest(num_newest=0)
         self.decoder.refill_or_drop_slots(complete)

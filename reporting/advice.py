@@ -261,7 +261,7 @@ def command_to_double_steps(run: History) -> str:
     If train.py cannot load the run's functions or objects, returns an instruction for Python.
     """
     num_steps = 2 * run.evals[-1]["step"]
-    place = functions.find_place_of_functions(run.settings)
+    place = functions.only_place_that_has_functions(run.settings)
     parts = [f"trainer.{name}" for name in run.parts_set_in_python]
     if place or parts:
         call = f"in {place or 'Python'}, call Trainer.resume({str(run.dir)!r}, steps={num_steps})"
@@ -281,7 +281,9 @@ def command_to_evaluate_before_and_after(
 
     quoted_run_dir: the run's directory, quoted for the shell.
     """
-    if functions.find_place_of_functions(functions.settings_for_evaluation(settings)):
+    if functions.only_place_that_has_functions(
+        functions.settings_without_training_functions(settings)
+    ):
         return (
             "move the rewards, tools and environments of the run into a separate file, because "
             "evaluate.py can load them only from files"

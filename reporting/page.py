@@ -47,7 +47,7 @@ from reporting.seeds import SeedGroup
 from reporting.verdict import NUM_READ, Verdict, reach_verdict, sample_problems_to_show
 from settings.sources import command_prefix_with_extras
 from text.printable import escape_invisible
-from tools.calls import format_with_tool_calls
+from tools.calls import format_text_or_conversation
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_COMPLETIONS = 2_500_000  # the most bytes of rollouts.jsonl whose completions the page shows
@@ -127,7 +127,7 @@ def make_answer_row(
         value = record["values"][0]
         messages = record.get("messages", [None])[0]
         text = escape_invisible_and_cut_middle(
-            format_with_tool_calls(record["completions"][0], messages)
+            format_text_or_conversation(record["completions"][0], messages)
         )
         pieces = split_and_mark_new_words(cells[0]["text"], text) if cells else [(text, False)]
         is_right = value >= 1.0 if is_verified and value is not None else None
@@ -241,7 +241,7 @@ def completion_for_page(record: dict[str, Any]) -> dict[str, Any]:
     figures = [record["reward"], *record["rewards"].values(), *scores]
     return {
         "text": escape_invisible_and_cut_middle(
-            format_with_tool_calls(record["completion"], record.get("messages"))
+            format_text_or_conversation(record["completion"], record.get("messages"))
         ),
         "advantage": record.get("advantage"),
         "left_out": record.get("left_out", False),  # by --train-completions

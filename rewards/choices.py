@@ -358,7 +358,7 @@ def read_choice_answers(text: str, choices: Choices) -> list[str]:
             choices.choices_in(remove_bold_code_and_latex(mark)) or choices.choice_if_alone(mark)
         )
 
-    marks = statements.read_last_mark_and_rival_guesses(text, names_choice)
+    marks = statements.read_last_mark_and_rival_marks(text, names_choice)
     if marks:
         return [_read_choice_in_mark(mark, choices) for mark in marks]
     return [read_choice(statements.remove_marked_answers(text), choices) or ""]

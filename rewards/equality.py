@@ -173,13 +173,13 @@ def _are_same(expected: Any, stated: Any) -> bool:
     if expected is None or stated is None:
         return False
     if isinstance(expected, _RelationChain) or isinstance(stated, _RelationChain):
-        return _are_same_relations(expected, stated)
+        return _are_same_if_one_is_relation(expected, stated)
     if isinstance(expected, _UnbracketedList) or isinstance(stated, _UnbracketedList):
-        return _are_same_lists(expected, stated)
+        return _are_same_if_one_is_list(expected, stated)
     if expected == stated:
         return not expected.has(sympy.nan, sympy.zoo)
     if isinstance(expected, sympy.Set) or isinstance(stated, sympy.Set):
-        return _are_same_sets(expected, stated)
+        return _are_same_if_one_is_set(expected, stated)
     if isinstance(expected, sympy.Tuple) or isinstance(stated, sympy.Tuple):
         are_tuples = isinstance(expected, sympy.Tuple) and isinstance(stated, sympy.Tuple)
         return are_tuples and _are_same_in_order(expected.args, stated.args)
@@ -221,7 +221,7 @@ def _index_of_same(expected: Any, candidates: Sequence[Any]) -> int | None:
     return None
 
 
-def _are_same_lists(expected: Any, stated: Any) -> bool:
+def _are_same_if_one_is_list(expected: Any, stated: Any) -> bool:
     """
     Whether two answers are equal, at least one of which is a list.
 
@@ -260,7 +260,7 @@ def _list_tuple_or_open_interval_elements(part: Any) -> Sequence[Any] | None:
     return None
 
 
-def _are_same_sets(expected: Any, stated: Any) -> bool:
+def _are_same_if_one_is_set(expected: Any, stated: Any) -> bool:
     import sympy
 
     if isinstance(expected, sympy.FiniteSet) and isinstance(stated, sympy.FiniteSet):
@@ -291,7 +291,7 @@ def _flatten_union(union: Any) -> Iterator[Any]:
 # ---- relations
 
 
-def _are_same_relations(expected: Any, stated: Any) -> bool:
+def _are_same_if_one_is_relation(expected: Any, stated: Any) -> bool:
     """Whether two answers are equal, at least one of which is an equation or an inequality."""
     if not isinstance(expected, _RelationChain) and _is_equation(stated):
         value = _value_of_equation(stated)

@@ -195,14 +195,14 @@ def spec_of_function(fn: Callable[..., Any]) -> str:
         arguments = format_arguments(fn)
         if arguments is None:
             name = getattr(fn.func, "__name__", "partial")
-            return f"{NAMELESS}:{_store_nameless(fn, name)}"
+            return f"{NAMELESS}:{_store_under_unused_name(fn, name)}"
         return spec_of_function(fn.func) + arguments
 
     module_name = getattr(fn, "__module__", "")
     name = getattr(fn, "__qualname__", type(fn).__name__)
     module = sys.modules.get(module_name)
     if module is None or getattr(module, name, None) is not fn:
-        return f"{NAMELESS}:{_store_nameless(fn, name)}"
+        return f"{NAMELESS}:{_store_under_unused_name(fn, name)}"
 
     file = Path(getattr(module, "__file__", None) or "")
     is_importable = "." in module_name or "site-packages" in file.parts
@@ -213,7 +213,7 @@ def spec_of_function(fn: Callable[..., Any]) -> str:
     return f"{file}:{name}"
 
 
-def _store_nameless(fn: Callable[..., Any], name: str) -> str:
+def _store_under_unused_name(fn: Callable[..., Any], name: str) -> str:
     """Stores a function in the module `NAMELESS` under an unused name, and returns the name."""
     module = sys.modules.setdefault(NAMELESS, ModuleType(NAMELESS))
     name = re.sub(r"\W", "", name.rpartition(".")[2])
@@ -230,7 +230,7 @@ def function_name_with_arguments(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", type(fn).__qualname__)
 
 
-def find_place_of_functions(settings: dict[str, Any]) -> str:
+def only_place_that_has_functions(settings: dict[str, Any]) -> str:
     """
     Returns where alone the functions that the settings name exist.
 
@@ -243,18 +243,18 @@ def find_place_of_functions(settings: dict[str, Any]) -> str:
     return "this program" if "'__main__:" in text else ""
 
 
-def settings_for_evaluation(settings: dict[str, Any]) -> dict[str, Any]:
+def settings_without_training_functions(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings without the functions that only change the training."""
     return {name: value for name, value in settings.items() if name not in TRAINING_FUNCTIONS}
 
 
-def describe_functions_of_this_program(settings: dict[str, Any]) -> str:
+def explain_why_no_other_program_can_resume(settings: dict[str, Any]) -> str:
     """
     A line that says why no other program can resume or evaluate the run; "" if others can.
 
     The reason is that settings name functions that exist only in this program or process.
     """
-    place = find_place_of_functions(settings)
+    place = only_place_that_has_functions(settings)
     if not place:
         return ""
     names = []
@@ -264,7 +264,7 @@ def describe_functions_of_this_program(settings: dict[str, Any]) -> str:
             if module in (NAMELESS, "__main__"):
                 names.append(name)
     listed = ", ".join(dict.fromkeys(names))
-    needs_evaluation = find_place_of_functions(settings_for_evaluation(settings))
+    needs_evaluation = only_place_that_has_functions(settings_without_training_functions(settings))
     actions = "resume or evaluate" if needs_evaluation else "resume"
     return (
         f"only {place} can {actions} the run, because only {place} defines {listed}; to allow "

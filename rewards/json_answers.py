@@ -60,7 +60,7 @@ def read_json_marks_or_whole_text(gold: str, text: str) -> list[str]:
     def has_bracket(mark: str) -> bool:
         return bracket in mark
 
-    marks = statements.read_last_mark_and_rival_guesses(text, has_bracket, with_sentence=False)
+    marks = statements.read_last_mark_and_rival_marks(text, has_bracket, counts_last_sentence=False)
     return marks or [text]
 
 

@@ -85,7 +85,7 @@ def read_math_answers(gold: str, text: str) -> list[str]:
     if not right_answer_is_number_or_formula(gold):
         return read_text_answers(gold, text)
     is_numeric = find_only_number(gold) is not None
-    marks = statements.read_last_mark_and_rival_guesses(text, _mark_filter(is_numeric))
+    marks = statements.read_last_mark_and_rival_marks(text, _mark_filter(is_numeric))
     if marks and is_numeric:
         return [find_only_math_in_last_sentence(strip_explanation(mark)) for mark in marks]
     if marks:
@@ -108,11 +108,11 @@ def read_math_answers(gold: str, text: str) -> list[str]:
     return [find_only_math_in_last_sentence(text)]
 
 
-def read_last_math_mark_and_guesses(gold: str, text: str) -> list[str]:
+def read_last_math_mark_and_rival_marks(gold: str, text: str) -> list[str]:
     """The last marked answer in a text, and other marked answers if they are rival guesses."""
     is_numeric = right_answer_is_number_or_formula(gold) and find_only_number(gold) is not None
-    return statements.read_last_mark_and_rival_guesses(
-        text, _mark_filter(is_numeric), with_sentence=False
+    return statements.read_last_mark_and_rival_marks(
+        text, _mark_filter(is_numeric), counts_last_sentence=False
     )
 
 

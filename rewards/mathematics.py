@@ -273,7 +273,7 @@ def find_only_math_in_last_sentence(text: str) -> str:
     If the sentence states a single number, the whole sentence is returned. The result is "" if the
     sentence contains several formulas, is a denial or is a question.
     """
-    sentence = _last_math_or_last_sentence(_replace_symbols_with_latex(text))
+    sentence = _last_sentence_with_math_else_last(_replace_symbols_with_latex(text))
     is_question = sentence.rstrip("*)\"' ").endswith("?")
     if len(sentence) > LONGEST or is_question or DENIAL.search(sentence):
         return ""
@@ -292,7 +292,7 @@ def find_only_math_in_last_sentence(text: str) -> str:
     return formula.strip(" .,:*") if is_apart else ""
 
 
-def _last_math_or_last_sentence(text: str) -> str:
+def _last_sentence_with_math_else_last(text: str) -> str:
     """The last sentence with a number or a LaTeX command; else the last sentence of the text."""
     sentences = [part for part in _SENTENCE_END.split(text) if part.strip()]
     with_formulas = [part for part in sentences if re.search(r"[0-9]|\\[A-Za-z]{2}", part)]

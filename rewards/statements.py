@@ -5,7 +5,7 @@ Finds the piece of a completion that states its answer.
 The rules apply in the order below, and docs/data.md has a row with an example for each rule.
 
 - `strip_thoughts` removes thoughts, since a thought states no answer.
-- `read_last_mark_and_rival_guesses` reads the last marked answer: in a box, after `####`, in an
+- `read_last_mark_and_rival_marks` reads the last marked answer: in a box, after `####`, in an
   `<answer>` tag, or after "Answer:" in the last line. The marked answer must be of the requested
   kind. `find_labelled_answer_in_last_line` and `find_answer_sentence_in_last_line` read the last
   line. `_are_rival_guesses` finds out whether two marked answers are only guesses.
@@ -446,7 +446,7 @@ def find_answer_sentence_in_last_line(text: str) -> list[MarkedAnswer]:
     """
     The answer in the last line, if that line is a sentence such as "The answer is 42.".
 
-    Such a sentence is not a marked answer, but `read_last_mark_and_rival_guesses` prefers it to a
+    Such a sentence is not a marked answer, but `read_last_mark_and_rival_marks` prefers it to a
     box before it.
     """
     text = text.rstrip()
@@ -513,16 +513,16 @@ def remove_marked_answers(text: str) -> str:
     return "".join(pieces)
 
 
-def read_last_mark_and_rival_guesses(
-    text: str, is_answer: IsAnswer, *, with_sentence: bool = True
+def read_last_mark_and_rival_marks(
+    text: str, is_answer: IsAnswer, *, counts_last_sentence: bool = True
 ) -> list[str]:
     """
     The last marked answer that is of the requested kind, and its rivals; [] if there is none.
 
     Earlier marked answers are usually part of the working. Rival guesses are returned too (see
     `_are_rival_guesses`), and then each returned answer must be right.
-    with_sentence: whether a last line such as "The answer is 42." also counts as a marked answer,
-    unless it only repeats the last marked answer in more words.
+    counts_last_sentence: whether a last line such as "The answer is 42." also counts as a marked
+    answer, unless it only repeats the last marked answer in more words.
     """
     marks = [mark for mark in find_marked_answers(text) if is_answer(mark.text)]
     if not marks:
@@ -530,7 +530,7 @@ def read_last_mark_and_rival_guesses(
     last = marks.pop()
     sentence = (
         find_answer_sentence_in_last_line(text)
-        if with_sentence and "\n" in text[last.end :]
+        if counts_last_sentence and "\n" in text[last.end :]
         else []
     )
     if sentence and is_answer(sentence[0].text) and last.text not in sentence[0].text:

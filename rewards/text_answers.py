@@ -91,7 +91,7 @@ def read_text_answers(gold: str, text: str) -> list[str]:
     that is not much longer than `gold` is compared as a whole.
     """
     can_cut = not split_off_explanation(gold)[1]  # in "Paris (Texas)", the bracket must stay
-    marks = statements.read_last_mark_and_rival_guesses(text, statements.accept_any_text)
+    marks = statements.read_last_mark_and_rival_marks(text, statements.accept_any_text)
     if marks and can_cut:
         return [strip_explanation(mark) for mark in marks]
     if marks:
@@ -119,7 +119,7 @@ def read_text_answers(gold: str, text: str) -> list[str]:
         return [text]
 
     sentence = _first_sentence_if_right(text, gold) or _read_single_bold_answer(text)
-    return [sentence or _last_line_answer_if_explained(text) or text]
+    return [sentence or _last_line_without_its_explanation(text) or text]
 
 
 def _are_equal_when_folded(first: str, second: str) -> bool:
@@ -197,7 +197,7 @@ def _read_single_bold_answer(text: str) -> str:
     return piece[1]
 
 
-def _last_line_answer_if_explained(text: str) -> str:
+def _last_line_without_its_explanation(text: str) -> str:
     """
     The last line of a text, without the explanation of the answer in that line.
 

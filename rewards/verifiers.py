@@ -12,7 +12,7 @@ Every rule in the section "What a completion states" of docs/data.md has a funct
 |---|---|
 | thoughts | statements.strip_thoughts |
 | a last line "Answer: X" | statements.find_labelled_answer_in_last_line |
-| the last box, `####` or <answer> | statements.read_last_mark_and_rival_guesses |
+| the last box, `####` or <answer> | statements.read_last_mark_and_rival_marks |
 | different marks that are guesses | statements._are_rival_guesses |
 | a last line "The answer is X" after a box | statements.find_answer_sentence_in_last_line |
 | the first sentence with a label | statements.read_first_labelled_answer, text_after_label |
@@ -131,7 +131,7 @@ exact = make_verifier(text_answers.read_text_answers, text_answers.is_or_ends_in
 math_correct = make_verifier(math_answers.read_math_answers, math_answers.compare_math_or_text)
 number = math_correct
 marked = make_verifier(
-    math_answers.read_last_math_mark_and_guesses, math_answers.compare_mark_unless_words_precede
+    math_answers.read_last_math_mark_and_rival_marks, math_answers.compare_mark_unless_words_precede
 )
 same_json = make_verifier(json_answers.read_json_marks_or_whole_text, json_answers.states_same_json)
 

@@ -29,7 +29,7 @@ START_SECONDS = 30.0
 SHUTDOWN_SECONDS = 1.0  # how long `close` waits for requests that are still open
 
 
-class CancelledRequest:
+class RequestCancellation:
     """Tells the thread with the model that a client has given up its request."""
 
     def __init__(self, pending: PendingRequest):
@@ -141,7 +141,7 @@ class Endpoint:
         try:
             status, reply = await pending.reply
         except asyncio.CancelledError:
-            self.events.put(CancelledRequest(pending))
+            self.events.put(RequestCancellation(pending))
             raise
         finally:
             self.num_open -= 1

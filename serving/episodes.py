@@ -29,7 +29,7 @@ import numpy as np
 
 from rewards.rewards import LARGEST_REWARD
 from sampler import SamplingParams
-from serving.endpoint import CancelledRequest
+from serving.endpoint import RequestCancellation
 from serving.harness import POLL_SECONDS, Harness
 from serving.requests import FIXED_SETTINGS, OFF, GenerateRequest, PendingRequest, RefusedRequest
 
@@ -183,18 +183,18 @@ class ServedEpisodes:
             if not self._handle_event(POLL_SECONDS):
                 self._fail_silent_episodes()
 
-    def close(self) -> None:
+    def cancel_episodes_and_refuse_requests(self) -> None:
         """Cancels the episodes that are not over, and refuses all requests."""
         self.harness.endpoint.most_open = 0
         for episode in self.episodes:
             if not episode.is_over:
-                self._fail(episode, "the rollout was interrupted")
+                self._fail_and_cancel_episode(episode, "the rollout was interrupted")
         for pending in self._unannounced.values():
             pending.refuse("the rollout has ended", status=409)
 
     # ---- methods that the sampler calls
 
-    def begin(self, rows: list[int]) -> None:
+    def begin_or_restart_rows(self, rows: list[int]) -> None:
         """
         These rows begin, and no others are decoded until they are over. A row that begins again
         after memory ran out repeats the turns that the harness knows.
@@ -207,7 +207,7 @@ class ServedEpisodes:
             if episode.is_over:
                 self._end_row_of(episode)
 
-    def turn_limit(self, row: int) -> int | None:
+    def max_tokens_of_next_turn(self, row: int) -> int | None:
         """The limit in the request for the row's next turn."""
         episode = self.wave[row]
         if episode.num_sampled_turns < len(episode.turns):
@@ -220,28 +220,30 @@ class ServedEpisodes:
         number = episode.num_sampled_turns
         episode.num_sampled_turns += 1
         if number < len(episode.turns):
-            self._repeat_turn(row, number, ids)
+            self._compare_resampled_turn(row, number, ids)
             return
-        self._answer_request(episode, ids, logprobs)
+        self._record_turn_and_answer_request(episode, ids, logprobs)
 
-    def _repeat_turn(self, row: int, number: int, ids: list[int]) -> None:
+    def _compare_resampled_turn(self, row: int, number: int, ids: list[int]) -> None:
         """Compares a turn that was sampled again with the one that the harness knows."""
         episode = self.wave[row]
         if ids != episode.turns[number].ids:
-            self._fail(episode, CANNOT_REPEAT)
+            self._fail_and_cancel_episode(episode, CANNOT_REPEAT)
         elif number < len(episode.additions):
             self._ready[row] = episode.additions[number]
         elif episode.is_over:
             self._ready[row] = "stop"
 
-    def end_row(self, row: int, ids: list[int], logprobs: np.ndarray, reason: str) -> None:
+    def receive_unfinished_turn(
+        self, row: int, ids: list[int], logprobs: np.ndarray, reason: str
+    ) -> None:
         """Sends the unfinished turn of a row that has reached a limit to the harness."""
         episode = self.wave[row]
         episode.end_reason = reason
         if episode.num_sampled_turns < len(episode.turns):
-            self._fail(episode, CANNOT_REPEAT)
+            self._fail_and_cancel_episode(episode, CANNOT_REPEAT)
         elif ids:
-            self._answer_request(episode, ids, logprobs)
+            self._record_turn_and_answer_request(episode, ids, logprobs)
         elif episode.pending:
             episode.pending.refuse(self._explain_that_context_is_full(episode.pending.request))
             episode.pending = None
@@ -268,7 +270,9 @@ class ServedEpisodes:
         self._ready = {}
         return replies
 
-    def _answer_request(self, episode: ServedEpisode, ids: list[int], logprobs: np.ndarray) -> None:
+    def _record_turn_and_answer_request(
+        self, episode: ServedEpisode, ids: list[int], logprobs: np.ndarray
+    ) -> None:
         """Answers the episode's request with a turn."""
         limit = None
         if episode.pending:
@@ -293,8 +297,8 @@ class ServedEpisodes:
         self.last_event = time.monotonic()
         if isinstance(event, PendingRequest):
             self._receive_request(event)
-        elif isinstance(event, CancelledRequest):
-            self._receive_cancellation(event.pending)
+        elif isinstance(event, RequestCancellation):
+            self._fail_episode_of_cancelled_request(event.pending)
         else:
             self._receive_message(event)
         return True
@@ -322,10 +326,12 @@ class ServedEpisodes:
         if episode.is_over and episode.session:
             return
         if not isinstance(session, str) or not session:
-            self._fail(episode, f"its session is {session!r:.40}, which is not a name")
+            self._fail_and_cancel_episode(
+                episode, f"its session is {session!r:.40}, which is not a name"
+            )
             return
         if episode.session:
-            self._fail(
+            self._fail_and_cancel_episode(
                 episode,
                 "it has two sessions; only episodes with one agent and without retries are "
                 "supported",
@@ -333,7 +339,9 @@ class ServedEpisodes:
             return
         other = self._by_session.get(session)
         if other is not None:
-            self._fail(episode, f"episode {other.number} has the same session {session!r:.40}")
+            self._fail_and_cancel_episode(
+                episode, f"episode {other.number} has the same session {session!r:.40}"
+            )
             return
         episode.session = session
         self._by_session[session] = episode
@@ -356,14 +364,14 @@ class ServedEpisodes:
         else:
             self._unannounced[session] = pending
 
-    def _receive_cancellation(self, pending: PendingRequest) -> None:
+    def _fail_episode_of_cancelled_request(self, pending: PendingRequest) -> None:
         """Ends the row of an episode whose request was given up, so that its slot is free."""
         session = pending.request.session
         if self._unannounced.get(session) is pending:
             del self._unannounced[session]
         episode = self._by_session.get(session)
         if episode is not None and episode.pending is pending:
-            self._fail(episode, "the harness closed the connection of a request")
+            self._fail_and_cancel_episode(episode, "the harness closed the connection of a request")
 
     def _receive_result(self, episode: ServedEpisode, message: dict[str, Any]) -> None:
         """Stores the outcome of an episode, or the reason why it cannot be used."""
@@ -371,15 +379,17 @@ class ServedEpisodes:
             return
         try:
             outcome = read_outcome(message)
-            refuse_other_ids(episode, message)
+            refuse_other_conversation(episode, message)
         except ValueError as error:
-            self._fail(episode, str(error), is_playing=False)
+            self._fail_and_cancel_episode(episode, str(error), is_playing=False)
             return
         episode.outcome = outcome
         self._drop_request(episode, "the episode has ended")
         self._end_row_of(episode)
 
-    def _fail(self, episode: ServedEpisode, error: str, is_playing: bool = True) -> None:
+    def _fail_and_cancel_episode(
+        self, episode: ServedEpisode, error: str, is_playing: bool = True
+    ) -> None:
         """
         Ends an episode that cannot be used. is_playing: whether to cancel it at the harness.
         """
@@ -416,7 +426,7 @@ class ServedEpisodes:
             # an episode that has not begun may wait for the others
             last_sign = episode.last_sign if episode.session else self.last_event
             if now - last_sign > self.timeout:
-                self._fail(
+                self._fail_and_cancel_episode(
                     episode,
                     f"the harness gave no sign of the episode for {self.timeout:g} s "
                     "(--env-timeout)",
@@ -428,7 +438,7 @@ class ServedEpisodes:
         """Takes the ids that a request adds to the conversation, or refuses the request."""
         episode.last_sign = time.monotonic()
         try:
-            is_repeated = self._check_request(episode, pending.request)
+            is_repeated = self._check_request_and_detect_repeat(episode, pending.request)
         except RefusedRequest as refusal:
             pending.refuse(str(refusal), refusal.status)
             return
@@ -448,7 +458,9 @@ class ServedEpisodes:
         if row in self._rows and episode.num_sampled_turns == len(episode.turns):
             self._ready[row] = addition
 
-    def _check_request(self, episode: ServedEpisode, request: GenerateRequest) -> bool:
+    def _check_request_and_detect_repeat(
+        self, episode: ServedEpisode, request: GenerateRequest
+    ) -> bool:
         """
         Raises RefusedRequest unless the request continues the conversation of its episode.
 
@@ -577,7 +589,7 @@ def _is_chat_message(message: Any) -> bool:
     return isinstance(message.get("role"), str) and (content is None or isinstance(content, str))
 
 
-def refuse_other_ids(episode: ServedEpisode, message: dict[str, Any]) -> None:
+def refuse_other_conversation(episode: ServedEpisode, message: dict[str, Any]) -> None:
     """
     Raises ValueError if the result does not describe the conversation that was sampled.
 

@@ -88,7 +88,7 @@ class Harness:
     A harness that runs, and the endpoint that it uses.
 
     events: what the endpoint and the harness send, in the order of arrival: a `PendingRequest`, a
-    `CancelledRequest`, or a message of the harness as a dictionary.
+    `RequestCancellation`, or a message of the harness as a dictionary.
     """
 
     def __init__(self, command: str):

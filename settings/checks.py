@@ -59,7 +59,7 @@ def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Con
     if isinstance(targets, str):
         targets = [targets]
     if isinstance(targets, list):
-        settings["lora_targets"] = resolve_lora_targets(targets)
+        settings["lora_targets"] = map_lora_targets_to_projections(targets)
 
     rewards = settings.get("reward")
     weights = settings.get("reward_weights")
@@ -108,7 +108,7 @@ def join_train_and_eval_data(eval_data: Any, data: Any = None, **settings: Any) 
     return settings | {"data": f"{train},{eval_data}"}
 
 
-def resolve_lora_targets(names: list[Any]) -> list[Any]:
+def map_lora_targets_to_projections(names: list[Any]) -> list[Any]:
     """
     Return the names of the projections that get adapters, in the order of TARGETS.
 

@@ -63,7 +63,7 @@ def describe_settings_without_effect(
     return lines
 
 
-def describe_effects_on_replayed_samples(
+def describe_settings_affecting_only_replay(
     config: Config, own_loss: grpo.LossFunction | None = None
 ) -> list[str]:
     """

@@ -17,7 +17,7 @@ from layers import divergence, lm_head, softmax
 from layers.entropy import attach_entropy_gradient
 from machine.output import restore_streams_after_call
 from step.batch import Batch, completion_hidden_states
-from step.loss_trial import needs_samples_without_advantage
+from step.loss_trial import has_gradient_at_zero_advantage
 
 # A loss function returns sums by name. These sums keep their names in `metrics.jsonl`. The names of
 # all other sums get LOSS_PREFIX.
@@ -107,7 +107,7 @@ class StepLoss:
         # Whether a sample may have a gradient although its advantage is 0. A user's loss may depend
         # on its tokens in a way that made-up tokens do not show, so every sample is passed to it.
         is_custom = loss_function is not None
-        self.all_have_gradient = is_custom or needs_samples_without_advantage(
+        self.all_have_gradient = is_custom or has_gradient_at_zero_advantage(
             self.loss_function, self.objective
         )
 

@@ -164,7 +164,7 @@ def _join_with_tokens_prefix(names: list[str]) -> str:
     return f"{', '.join(dotted[:-1])} and {dotted[-1]}"
 
 
-def needs_samples_without_advantage(
+def has_gradient_at_zero_advantage(
     loss_function: grpo.LossFunction, objective: grpo.Objective
 ) -> bool:
     """

@@ -70,14 +70,14 @@ def load_and_try_custom_objective(config: Config) -> CustomObjective:
 # ---- a user's loss
 
 
-class _TriedLoss(NamedTuple):
+class _TriedLossAndNotes(NamedTuple):
     """A user's loss function that passed its trial, and notes about it for the user."""
 
     function: grpo.LossFunction
     notes: tuple[str, ...]
 
 
-def _load_and_try_loss(spec: str, config: Config) -> _TriedLoss:
+def _load_and_try_loss(spec: str, config: Config) -> _TriedLossAndNotes:
     """Loads a user's loss function, and tries it on made-up tokens."""
     _, function = load_function("--loss-type", spec)
     label = f"--loss-type {spec}{file_and_line_suffix(function)}"
@@ -103,7 +103,7 @@ def _load_and_try_loss(spec: str, config: Config) -> _TriedLoss:
     dependence = _describe_dependence_on_number_of_rows(function, trials[0], objective)
     if dependence:
         notes.append(f"{label}: {dependence}")
-    return _TriedLoss(function, tuple(notes))
+    return _TriedLossAndNotes(function, tuple(notes))
 
 
 def _measure_uses_or_raise(

@@ -184,7 +184,7 @@ class HarnessPlayer:
                 stats = add_stats(stats, rollout.stats)
             episodes.wait_for_results()
         finally:
-            episodes.close()
+            episodes.cancel_episodes_and_refuse_requests()
         return episodes.episodes, fields, stats._replace(wait_s=episodes.wait_s)
 
     def _ask_for_episode(

@@ -96,7 +96,9 @@ class Teacher:
             kind="the teacher's prompt",
         )
 
-    def check_prompts(self, examples: list[Example], student_prompt_ids: list[list[int]]) -> None:
+    def refuse_prompts_unfit_for_teacher(
+        self, examples: list[Example], student_prompt_ids: list[list[int]]
+    ) -> None:
         """
         Checks that the teacher can read every prompt of the student.
 
@@ -120,7 +122,9 @@ class Teacher:
                 "same prompt as the student; use another model"
             )
 
-    def add_teacher_hidden_states(self, samples: list[Sample], batches: list[Batch]) -> list[Batch]:
+    def add_teacher_states_and_head(
+        self, samples: list[Sample], batches: list[Batch]
+    ) -> list[Batch]:
         """Copies of the batches with the teacher's hidden states and output weights in `lesson`."""
         head_weight = self.model.head_weight[: self.num_ids]
         completed: list[Batch] = []

@@ -223,17 +223,17 @@ def make_task(
     is_own = data.task == own.TASK.name
     source = data.path or held_out
 
-    task = _with_rubric_replaced_or_dropped(task, config)
+    task = _choose_or_drop_rubric(task, config)
     if data.reward:
         task = _with_user_rewards_instead(task, config)
-    task = _with_tools_and_environments(task, config)
+    task = _with_tools_environments_and_rewards(task, config)
     if task.harness is not None:
         task = _with_harness_reward(task)
     if config.objective.truncated == "punish":
         task = _with_length_penalty(task, config.sampling.max_tokens)
     if is_own and not (task.rewards or task.rubric or config.objective.teacher):
         own.refuse_unrewardable(task, source)
-    task = _with_reward_weights(task, config)
+    task = _set_weights_and_drop_unusable_rewards(task, config)
     if config.evaluation.rubric:
         task = task._replace(witness=Path(config.evaluation.rubric))
     elif not task.rubric:
@@ -251,7 +251,7 @@ def make_task(
             "--reward-gate form: in training, only finished and well-formed answers earn a reward; "
             "evaluations use no gate"
         )
-    notes += _judge_warnings(config, task)
+    notes += _unlearned_criteria_warnings(config, task)
     if config.evaluation.every and not task.held_out and task.harness is not None:
         raise ValueError(
             f"the harness of --env-server {config.tools.env_server} lists no held-out examples for "
@@ -265,7 +265,7 @@ def make_task(
     return task._replace(notes=notes)
 
 
-def _with_rubric_replaced_or_dropped(task: Task, config: Config) -> Task:
+def _choose_or_drop_rubric(task: Task, config: Config) -> Task:
     """
     The task with the rubric that --rubric names, if any.
 
@@ -379,7 +379,7 @@ def add_user_rewards_and_weights(task: Task, config: Config) -> Task:
     """The task with the rewards of --reward, if there are any, and with --reward-weights."""
     if config.data.reward:
         task = _with_user_rewards_instead(task, config)
-    return _with_reward_weights(task, config)
+    return _set_weights_and_drop_unusable_rewards(task, config)
 
 
 def _with_user_rewards_instead(task: Task, config: Config) -> Task:
@@ -413,7 +413,7 @@ def _with_user_rewards_instead(task: Task, config: Config) -> Task:
     return task._replace(rewards=metrics | rewards, reward_weights=weights)
 
 
-def _with_reward_weights(task: Task, config: Config) -> Task:
+def _set_weights_and_drop_unusable_rewards(task: Task, config: Config) -> Task:
     """
     The task with the weights of --reward-weights.
 
@@ -524,7 +524,7 @@ def _load_environment_classes(env_flag: str) -> dict[str, Any]:
     return environments
 
 
-def _with_tools_and_environments(task: Task, config: Config) -> Task:
+def _with_tools_environments_and_rewards(task: Task, config: Config) -> Task:
     """
     The task with the tools of --tools and the environments of --env.
 
@@ -623,7 +623,7 @@ def _refuse_settings_unfit_for_tools(task: Task, config: Config) -> None:
 # ---- the judge
 
 
-def _judge_warnings(config: Config, task: Task) -> Iterator[str]:
+def _unlearned_criteria_warnings(config: Config, task: Task) -> Iterator[str]:
     """
     Yields a warning if a bundled judge has not learned the criteria of the rubrics.
 

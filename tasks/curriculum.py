@@ -12,7 +12,7 @@ from rewards.functions import call_or_raise_with_location
 from tasks.draws import Draw
 
 
-def refuse_unusable_prompts(prompts: Any) -> None:
+def refuse_unusable_curriculum(prompts: Any) -> None:
     """
     Raises ValueError if a user's object cannot draw prompts, or cannot restore its state.
 

@@ -28,7 +28,7 @@ def read_record(example: Example) -> Example:
 
     An answer such as "6 * 7 = 42\\n#### 42" is shortened to the number after `####`.
     """
-    example = read_prompt_with_system(example, "question")
+    example = read_prompt_and_add_system(example, "question")
     number = str(example.get("answer")).rpartition("####")[2].strip()
     if not right_answer_is_number(number):
         raise ValueError(
@@ -38,7 +38,7 @@ def read_record(example: Example) -> Example:
     return example | {"answer": number}
 
 
-def read_prompt_with_system(example: Example, question_column: str) -> Example:
+def read_prompt_and_add_system(example: Example, question_column: str) -> Example:
     """
     A checked copy of the example, with `SYSTEM` as its system message.
 

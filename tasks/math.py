@@ -21,7 +21,7 @@ def read_record(example: Example) -> Example:
 
     If the record has no `answer`, the last \\boxed{...} in the column `solution` is the answer.
     """
-    example = gsm8k.read_prompt_with_system(example, "problem")
+    example = gsm8k.read_prompt_and_add_system(example, "problem")
     if example.get("answer") is None:
         last_boxed = boxed_texts(str(example.get("solution")))[-1:]
         example = example | {"answer": "".join(last_boxed)}

@@ -19,7 +19,7 @@ from tasks import own
 from tasks.task import Task
 
 
-class Replies(NamedTuple):
+class ConversationsAndTask(NamedTuple):
     """The conversations of a run of supervised fine-tuning."""
 
     train: list[Example]
@@ -28,7 +28,9 @@ class Replies(NamedTuple):
     notes: list[str]  # lines for the user
 
 
-def load_replies(config: Config, held_out_keys: Collection[str]) -> Replies:
+def load_conversations_and_task(
+    config: Config, held_out_keys: Collection[str]
+) -> ConversationsAndTask:
     """
     Loads the conversations in --data, and the task of answering the held-out prompts.
 
@@ -39,7 +41,7 @@ def load_replies(config: Config, held_out_keys: Collection[str]) -> Replies:
     data = config.data
     if not evaluations_sample_answers(config.to_flags()):
         train, held_out, notes = chats.load_conversations(data.path, data.columns, held_out_keys)
-        return Replies(train, held_out, None, notes)
+        return ConversationsAndTask(train, held_out, None, notes)
 
     train, held_out, notes = chats.load_conversations(
         data.path, data.columns, held_out_keys, with_problems=True
@@ -50,7 +52,7 @@ def load_replies(config: Config, held_out_keys: Collection[str]) -> Replies:
     if held_out:
         task = _make_task(config, train_problems, held_out_problems)
         notes += task.notes
-    return Replies(train, held_out, task, notes)
+    return ConversationsAndTask(train, held_out, task, notes)
 
 
 def _pop_problem_of_each_conversation(conversations: list[Example]) -> list[Example | None]:

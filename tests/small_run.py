@@ -173,7 +173,7 @@ def update_once(run, budget=100_000, advantages=None):
         batches = update.add_reference_logprobs(run.learner, batches)
     scheduled_learning_rate = update.scheduled_learning_rate(run.config, run.step)
     result = update.run_optimizer_steps(run.learner, batches, scheduled_learning_rate)
-    run.snapshot_step_or_interrupt()
+    run.mark_step_complete_and_keep_state()
     return result
 
 

@@ -37,7 +37,7 @@ def test_the_specification_of_a_partial_function_contains_the_arguments():
     assert loaded.keywords == partial.keywords
     assert functions.file_of_spec(spec) == __file__
     assert f"{__file__}:" in functions.file_and_line_suffix(loaded)
-    assert functions.find_place_of_functions({"loss_type": spec}) == ""
+    assert functions.only_place_that_has_functions({"loss_type": spec}) == ""
 
     spec = functions.spec_of_function(functools.partial(scaled_loss, 1))
     _, loaded = functions.load_function("--x", spec)

@@ -64,7 +64,7 @@ def make_samples_and_batches(run, budget=150, sharing="off"):
     """Returns samples, and their batches with the teacher's hidden states."""
     samples = sample_first_prompts(run, np.zeros(12))
     batches = make_batches(samples, budget, sharing)
-    return samples, run.teacher.add_teacher_hidden_states(samples, batches)
+    return samples, run.teacher.add_teacher_states_and_head(samples, batches)
 
 
 def num_tokens(samples):
@@ -160,8 +160,8 @@ def test_a_replayed_sample_may_have_the_group_of_another_prompt(tmp_path, prompt
     in_one_group = [sample._replace(group=0) for sample in samples]
     batches = make_batches(samples, 150)
 
-    expected = run.teacher.add_teacher_hidden_states(samples, batches)
-    regrouped = run.teacher.add_teacher_hidden_states(in_one_group, batches)
+    expected = run.teacher.add_teacher_states_and_head(samples, batches)
+    regrouped = run.teacher.add_teacher_states_and_head(in_one_group, batches)
 
     for batch, other in zip(expected, regrouped, strict=True):
         mask = np.array(batch.mask)[..., None]

@@ -11,7 +11,7 @@ import grpo
 from config import Config
 from reporting import advice, answer_changes
 from rewards import functions
-from step.effects import describe_effects_on_replayed_samples, describe_settings_without_effect
+from step.effects import describe_settings_affecting_only_replay, describe_settings_without_effect
 from step.objectives import compute_custom_advantages
 
 NAMELESS = f"{functions.NAMELESS}:lambda"
@@ -31,7 +31,7 @@ NAMELESS = f"{functions.NAMELESS}:lambda"
     ],
 )
 def test_the_line_says_who_can_resume_and_who_can_evaluate_the_run(settings, expected):
-    line = functions.describe_functions_of_this_program(settings)
+    line = functions.explain_why_no_other_program_can_resume(settings)
     assert line.split(",")[0] == expected
 
 
@@ -70,7 +70,7 @@ def test_the_correction_has_an_effect_on_replayed_samples_of_an_own_loss():
 
     config = Config.from_flags(importance_sampling_correction="token", loss_type="own.py:clipped")
     assert describe_settings_without_effect(config, clipped_to_old, may_replay=True) == []
-    (line,) = describe_effects_on_replayed_samples(config, clipped_to_old)
+    (line,) = describe_settings_affecting_only_replay(config, clipped_to_old)
     assert line.startswith("--importance-sampling-correction token affects only samples of earlier")
 
 

@@ -11,7 +11,7 @@ import train
 from config import SETTINGS, TARGETS
 from disk import hub
 from settings import checks, sources
-from settings.checks import PARTS, resolve_lora_targets
+from settings.checks import PARTS, map_lora_targets_to_projections
 from settings.sources import parse_flags
 from text import foreign_names
 
@@ -379,12 +379,12 @@ def test_the_parts_of_projections_have_the_names_of_checkpoints():
 
 
 def test_lora_targets_may_have_the_names_of_a_checkpoint():
-    assert resolve_lora_targets(["all-linear"]) == list(TARGETS)
+    assert map_lora_targets_to_projections(["all-linear"]) == list(TARGETS)
     names = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
     targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    assert resolve_lora_targets(names) == targets
+    assert map_lora_targets_to_projections(names) == targets
     names = ["down_proj", "up_proj", "gate_proj"]
-    assert resolve_lora_targets(names) == ["gate_up_proj", "down_proj"]
+    assert map_lora_targets_to_projections(names) == ["gate_up_proj", "down_proj"]
 
     config = checks.check_settings({"lora_targets": ["v_proj", "q_proj", "k_proj"]})
     assert config.model.lora_targets == ["qkv_proj"]

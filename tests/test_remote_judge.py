@@ -372,7 +372,7 @@ def test_the_client_reads_every_form_of_a_wait_that_servers_write(text, seconds)
         (400, "System role not supported"),
         (500, "Jinja Exception: System role not supported"),
         (404, "System role not supported"),
-        (422, "RowEpisodes roles must alternate user/assistant/user/assistant/..."),
+        (422, "Conversation roles must alternate user/assistant/user/assistant/..."),
     ],
 )
 def test_the_preamble_moves_to_the_user_message_if_a_server_takes_no_system_message(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sampler import SamplingParams
-from serving.endpoint import CancelledRequest
+from serving.endpoint import RequestCancellation
 from serving.episodes import ServedEpisodes, read_outcome
 from serving.harness import parse_message
 from serving.requests import PendingRequest, parse_generate_request
@@ -77,7 +77,7 @@ class FakeHarness:
         return pending
 
     def cancel(self, pending):
-        self.queue.append(CancelledRequest(pending))
+        self.queue.append(RequestCancellation(pending))
 
     def report(self, number, ids, positions, **fields):
         message = {"token_ids": ids, "own": positions, "reward": 1.0} | fields
@@ -101,7 +101,7 @@ def begin_wave(num=1):
         harness.announce(number)
         requests.append(harness.ask(f"s{number}", [1, 2]))
     assert len(episodes.gather_wave()) == num
-    episodes.begin(list(range(num)))
+    episodes.begin_or_restart_rows(list(range(num)))
     return harness, episodes, requests
 
 
@@ -167,7 +167,7 @@ def test_a_session_belongs_to_one_episode():
 
 def test_a_request_of_a_failed_episode_gets_an_error_at_once():
     harness, episodes, _ = begin_wave()
-    episodes._fail(episodes.episodes[0], "a test")
+    episodes._fail_and_cancel_episode(episodes.episodes[0], "a test")
     late_request = harness.ask("s1", [1, 2])
     episodes.take_replies(wait=False)
     assert late_request.status == 400
@@ -186,7 +186,7 @@ def test_a_request_gets_an_error_if_the_episode_failed_before_its_session_was_an
 
 def test_a_result_of_an_earlier_rollout_is_ignored():
     harness, episodes = make_episodes()
-    episodes.close()
+    episodes.cancel_episodes_and_refuse_requests()
     _, later = make_episodes(harness=harness)
     harness.report(1, [1, 2], [])
     harness.announce(2)
@@ -221,7 +221,7 @@ def test_the_number_of_waiting_requests_without_a_session_is_bounded():
     for _ in requests:
         episodes._handle_event(0)
     assert [pending.status for pending in requests] == [None, 503, 503, 503, 503]
-    episodes.close()
+    episodes.cancel_episodes_and_refuse_requests()
     assert requests[0].status == 409
 
 
@@ -314,13 +314,13 @@ def test_a_row_that_begins_again_has_the_token_limit_of_the_first_request():
     harness.announce(1)
     harness.ask("s1", [1, 2], max_tokens=4)
     episodes.gather_wave()
-    episodes.begin([0])
+    episodes.begin_or_restart_rows([0])
     end_turn(episodes, 0, [5, 5, 5, 5])
     harness.ask("s1", [1, 2, 5, 5, 5, 5, 3], max_tokens=7)
     episodes.take_replies(wait=False)
-    assert episodes.turn_limit(0) == 7
-    episodes.begin([0])
-    assert episodes.turn_limit(0) == 4
+    assert episodes.max_tokens_of_next_turn(0) == 7
+    episodes.begin_or_restart_rows([0])
+    assert episodes.max_tokens_of_next_turn(0) == 4
 
 
 def test_a_result_ends_a_row_only_after_the_row_has_repeated_all_turns():
@@ -329,7 +329,7 @@ def test_a_result_ends_a_row_only_after_the_row_has_repeated_all_turns():
     harness.ask("s1", [1, 2, 5, END, 3])
     assert episodes.take_replies(wait=False) == {0: [3]}
     end_turn(episodes, 0, [6, END])
-    episodes.begin([0])
+    episodes.begin_or_restart_rows([0])
     harness.report(1, [1, 2, 5, END, 3, 6, END], [2, 3, 5, 6])
     assert episodes.take_replies(wait=False) == {}
     end_turn(episodes, 0, [5, END])
@@ -343,13 +343,13 @@ def test_a_row_that_waits_for_a_later_batch_gets_no_reply():
     harness, episodes, _ = begin_wave(2)
     for row in range(2):
         end_turn(episodes, row, [5, END])
-    episodes.begin([0])  # memory ran out, and the batch is smaller now
+    episodes.begin_or_restart_rows([0])  # memory ran out, and the batch is smaller now
     harness.ask("s1", [1, 2, 5, END, 3])
     harness.ask("s2", [1, 2, 5, END, 4])
     assert episodes.take_replies(wait=False) == {}
     end_turn(episodes, 0, [5, END])
     assert episodes.take_replies(wait=False) == {0: [3]}
-    episodes.begin([1])
+    episodes.begin_or_restart_rows([1])
     end_turn(episodes, 1, [5, END])
     assert episodes.take_replies(wait=False) == {1: [4]}
 
@@ -357,7 +357,7 @@ def test_a_row_that_waits_for_a_later_batch_gets_no_reply():
 def test_a_row_that_repeats_a_turn_with_other_ids_fails():
     _, episodes, _ = begin_wave()
     end_turn(episodes, 0, [5, END])
-    episodes.begin([0])
-    episodes.end_row(0, [5, 5], np.full(2, -1, np.float32), "length")
+    episodes.begin_or_restart_rows([0])
+    episodes.receive_unfinished_turn(0, [5, 5], np.full(2, -1, np.float32), "length")
     assert "repeated exactly" in episodes.episodes[0].error
     assert len(episodes.episodes[0].turns) == 1

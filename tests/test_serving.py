@@ -24,7 +24,7 @@ import trainer
 from kv_cache import SlotCache
 from machine.memory import BatchSize
 from serving import requests as protocol
-from serving.endpoint import CancelledRequest, Endpoint
+from serving.endpoint import Endpoint, RequestCancellation
 from serving.harness import Harness, HarnessEnded, close_harnesses
 from step.generation import generate_completions
 from step.sample import new_samples
@@ -496,7 +496,7 @@ def test_a_closed_connection_cancels_the_request(endpoint):
         post(endpoint, {"token_ids": [1]}, timeout=0.5)
     pending = endpoint.events.get(timeout=10)
     cancelled = endpoint.events.get(timeout=10)
-    assert isinstance(cancelled, CancelledRequest)
+    assert isinstance(cancelled, RequestCancellation)
     assert cancelled.pending is pending
     assert endpoint.num_open == 0
 

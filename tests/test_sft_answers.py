@@ -52,7 +52,7 @@ def data(tmp_path):
 
 def load_task(rows, tmp_path, *flags):
     path = write_log(tmp_path / "rows.jsonl", rows)
-    return replies.load_replies(make_config(path, *flags), []).task
+    return replies.load_conversations_and_task(make_config(path, *flags), []).task
 
 
 def test_the_reply_is_the_right_answer_unless_the_data_has_a_column_answer(tmp_path):
@@ -102,7 +102,9 @@ def test_a_verifier_without_any_comparable_answer_is_refused(tmp_path):
     completion = "Who can say? It is hard to tell, I am afraid."
     rows = [row | {"completion": completion} for row in addition_rows()]
     path = write_log(tmp_path / "rows.jsonl", rows)
-    message = catch_message(replies.load_replies, make_config(path, "--verifier", "auto"), [])
+    message = catch_message(
+        replies.load_conversations_and_task, make_config(path, "--verifier", "auto"), []
+    )
     assert f"--data {path}" in message
     assert "--columns answer=COLUMN" in message
 

@@ -188,7 +188,7 @@ def test_a_tool_result_that_the_model_wrote_counts_as_a_failed_call(tool_tokeniz
     assert results[:-1] == ["2"] * num_calls
     assert "error" in json.loads(results[-1])
 
-    (sample,) = episodes.add_conversations_to_samples([Sample([], [1], range(1), 0)], {})
+    (sample,) = episodes.add_episode_results_to_samples([Sample([], [1], range(1), 0)], {})
     metrics = journal.tool_metrics([sample], sampler.RolloutStats(0.0, 0.0, 0))
     assert metrics["tools/failures"] == 1
 
@@ -334,7 +334,7 @@ def test_the_calls_of_a_turn_run_in_order_and_their_results_reach_the_model(tool
     assert ids == box.codec.encode_between_turns(messages[1:], list(box.schemas[""].values()))
     assert play_turn(episodes, tool_tokenizer, "four")[0] == "stop"
 
-    (sample,) = episodes.add_conversations_to_samples([Sample([], [1], range(1), 0)], {})
+    (sample,) = episodes.add_episode_results_to_samples([Sample([], [1], range(1), 0)], {})
     records = sample.conversation["tool_calls"]
     assert [record["error"] for record in records] == [None, "RuntimeError: no luck", None]
     assert [record["turn"] for record in records] == [0, 0, 0]
@@ -452,7 +452,7 @@ def test_the_thread_of_a_row_that_begins_again_ends_after_its_current_call(tool_
     episodes = Episodes(make_box(tool_tokenizer, [waits]), EXAMPLES, [0], "0")
     end_turn(episodes, tool_tokenizer, 0, write_json_call("waits", {}))
     old_worker = episodes.episodes[0].worker
-    episodes.begin([0])
+    episodes.begin_or_restart_rows([0])
     assert episodes.episodes[0].worker is not old_worker
 
     may_return.set()
@@ -493,7 +493,7 @@ def test_each_environment_lives_in_one_thread_and_is_reused_in_the_next_rollout(
     assert messages[-1]["content"] == "x"
 
     blank_samples = [Sample([], [], (), 0)] * 6
-    samples = episodes.add_conversations_to_samples(blank_samples, {})
+    samples = episodes.add_episode_results_to_samples(blank_samples, {})
     assert [sample.columns["earned"] for sample in samples] == [("ThreadBound", 0.5)] * 6
     environments = [sample.columns["environments"] for sample in samples]
     threads = {environment.thread for environment in environments}
@@ -501,7 +501,7 @@ def test_each_environment_lives_in_one_thread_and_is_reused_in_the_next_rollout(
     assert threading.get_ident() not in threads
 
     next_episodes = Episodes(box, [{"prompt": "a"}] * 6, [0] * 6, "1")
-    next_samples = next_episodes.add_conversations_to_samples(blank_samples, {})
+    next_samples = next_episodes.add_episode_results_to_samples(blank_samples, {})
     assert [sample.columns["environments"] for sample in next_samples] == environments
 
 

@@ -484,7 +484,7 @@ def test_a_restored_run_has_the_whole_saved_state(tmp_path):
     run.learner.num_skipped = 5
     run.learner.lr_scale = 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
-    run.snapshot_step_or_interrupt()
+    run.mark_step_complete_and_keep_state()
     run.save()
 
     restored = make_run(tmp_path)

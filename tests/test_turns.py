@@ -58,10 +58,10 @@ class RandomEnvironment:
         self.begun_rows += rows
         self.turns |= dict.fromkeys(rows, 0)
 
-    def turn_limit(self, row):
+    def max_tokens_of_next_turn(self, row):
         return None
 
-    def end_row(self, row, ids, logprobs, reason):
+    def receive_unfinished_turn(self, row, ids, logprobs, reason):
         pass
 
     def end_turn(self, row, ids, logprobs):

@@ -283,7 +283,7 @@ class TurnCodec:
         return f"{shown}\n[cut: {len(shown)} of {len(text)} characters]"
 
 
-def format_with_tool_calls(text: str, messages: list[dict[str, Any]] | None) -> str:
+def format_text_or_conversation(text: str, messages: list[dict[str, Any]] | None) -> str:
     """
     Formats an answer for people: its text, or all turns, calls and results of its conversation.
 

@@ -25,7 +25,7 @@ from rewards.functions import UserFunctionError, describe_error_in_function
 from rewards.rewards import finite_float_or_nan
 from tools.calls import (
     ToolCall,
-    format_with_tool_calls,
+    format_text_or_conversation,
     parse_calls,
     rewards_each_turn,
     texts_around_calls,
@@ -230,7 +230,7 @@ class Episodes:
 
     # ---- methods that the sampler calls
 
-    def begin(self, rows: list[int]) -> None:
+    def begin_or_restart_rows(self, rows: list[int]) -> None:
         """Prepares rows for decoding. A row that already had turns begins a new episode."""
         for row in rows:
             previous = self.episodes[row]
@@ -245,10 +245,12 @@ class Episodes:
             self._reset_environment(row)
         self.ready = {row: answer for row, answer in self.ready.items() if row not in rows}
 
-    def turn_limit(self, row: int) -> None:
+    def max_tokens_of_next_turn(self, row: int) -> None:
         """Turns have no limit of their own."""
 
-    def end_row(self, row: int, ids: list[int], logprobs: np.ndarray, reason: str) -> None:
+    def receive_unfinished_turn(
+        self, row: int, ids: list[int], logprobs: np.ndarray, reason: str
+    ) -> None:
         """A row that has reached a limit needs no reply."""
 
     def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray | None = None) -> None:
@@ -431,9 +433,9 @@ class Episodes:
         if episode.reward is not None:
             end += f" reward {episode.reward:g}"
         question = f"[user] {last_user_text(self.examples[row]['prompt'])}"
-        return "\n".join([question, format_with_tool_calls("", episode.messages), end])
+        return "\n".join([question, format_text_or_conversation("", episode.messages), end])
 
-    def add_conversations_to_samples(
+    def add_episode_results_to_samples(
         self, samples: list[Any], weights: Mapping[str, float]
     ) -> list[Any]:
         """

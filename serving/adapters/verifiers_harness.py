@@ -37,7 +37,7 @@ os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must n
 EXCHANGE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-class TemplateRenderer(DefaultRenderer):
+class IdKeepingTemplateRenderer(DefaultRenderer):
     """Renders with the tokenizer's chat template, and keeps the ids of earlier turns."""
 
     config_class = DefaultRendererConfig
@@ -125,7 +125,7 @@ def choose_renderer(policy: dict[str, Any]) -> CustomRendererConfig:
     elif "<tool_call>" in template:
         tool_parser = "qwen3"
     return CustomRendererConfig(
-        import_path=f"{os.path.abspath(__file__)}:TemplateRenderer",
+        import_path=f"{os.path.abspath(__file__)}:IdKeepingTemplateRenderer",
         tool_parser=tool_parser,
         enable_thinking=policy["thinking"],
     )

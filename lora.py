@@ -92,7 +92,7 @@ class LoRALinear(nn.Module):
         The output has a gradient for x, A and B, but none for the frozen layer. Products are
         rounded to 16 bits. The gradients of A and B are float32, and so are all sums. Only x and
         x A stay in memory for the backward pass. Automatic differentiation would also keep float32
-        copies of x, x A and the gradient of y.
+        copies of x, of x A and of the gradient of the output.
         """
         low_a, low_b = self.cached_a_and_scaled_b(x.dtype)
 

@@ -157,7 +157,7 @@ def format_run_list(*folders: str | Path, width: int | None = None) -> str:
 def run_list_row(run: History) -> list[str]:
     """Returns the row of a run in the table of runs."""
     facts = headline_facts(run)
-    judgement = verdict.reach_verdict(run)
+    judgement = verdict.reach_verdict_on_held_out_change(run)
     conclusion = "-"
     if judgement:
         conclusion = "; ".join([judgement.headline, *judgement.signs[:2]])
@@ -210,7 +210,9 @@ def main(argv: list[str] | None = None) -> None:
         "differ, figures with intervals, seconds and tokens",
     )
     parser.add_argument(
-        "--list", action="store_true", help="list the runs in the directory RUN (default: runs/)"
+        "--list",
+        action="store_true",
+        help="list the runs in a directory, given in place of RUN (default: runs/)",
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)

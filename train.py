@@ -177,7 +177,7 @@ def score(
 
     if config.data.reward_gate == "form":
         weighted = {name: values for name, values in components.items() if weights[name]}
-        components |= form.rewards_capped_at_0_if_gate_fails(
+        components |= form.rewards_capped_at_0_if_form_gate_fails(
             weighted,
             [sample.example for sample in samples],
             [sample.text for sample in samples],

@@ -60,7 +60,7 @@ class InsideConversations:
         self.num_turns = [0] * len(replies)
         self.ready: dict[int, list[int] | str] = {}
 
-    def begin_or_restart_rows(self, rows: list[int]) -> None:
+    def begin_or_restart_decoding(self, rows: list[int]) -> None:
         """Nothing is to be prepared."""
 
     def max_tokens_of_next_turn(self, row: int) -> int:

@@ -278,7 +278,7 @@ def parse_flags(argv: list[str] | None, program: str, description: str) -> argpa
 
 def make_rollout_work(args: argparse.Namespace, config: hub.ModelConfig) -> RolloutWork:
     """
-    Returns the work for these settings, with random prompts that contain no end tokens.
+    Returns the workload for these settings, with random prompts that contain no end tokens.
 
     Each prompt is divided into two parts, of which the second is the last token alone.
     """

@@ -194,8 +194,8 @@ def open_gguf_file(path: Path) -> Any:
             end = offset + int(count) * np.dtype(dtype).itemsize
             if end > len(self.data) or self.num_parts > MAX_PARTS:
                 raise ValueError(
-                    f"{count} values at byte {offset} are beyond the end of the file, "
-                    f"or its header has more than {MAX_PARTS:,} values"
+                    f"{count} values at byte {offset} run past the end of the file, or the header "
+                    f"has more than {MAX_PARTS:,} values"
                 )
             return np.frombuffer(self.data, dtype, int(count), offset)
 

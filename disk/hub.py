@@ -251,7 +251,8 @@ def read_end_ids(file_name: str, content: dict[str, Any], vocab_size: int) -> li
     ids = value if isinstance(value, list) else [value]
     if not all(type(number) is int and 0 <= number < vocab_size for number in ids):
         raise ValueError(
-            f"{file_name} has eos_token_id={value!r:.60}; ids must be from 0 to {vocab_size - 1}"
+            f"{file_name} has eos_token_id={value!r:.60}; ids must be integers from 0 to "
+            f"{vocab_size - 1}"
         )
     return ids
 
@@ -857,7 +858,7 @@ def find_or_download_hub_model(hub_id: str, files: list[str] = HUB_FILES) -> Pat
     """
     Return the directory of the local copy of a hub model. The model is downloaded if needed.
 
-    hub_id: `owner/name`, or `owner/name@revision` for a commit.
+    hub_id: `owner/name`, or `owner/name@revision` for a specific commit.
 
     Raises ValueError if the hub cannot be reached or has no such model.
     """

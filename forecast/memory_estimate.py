@@ -212,8 +212,8 @@ def frozen_weight_bytes(name: str, model: hub.ModelConfig, dtype: mx.Dtype) -> i
 def estimate_memory(demand: RunDemand, sizes: MemoryDependentSizes) -> MemoryNeed:
     """Estimate the maximum memory that a run needs."""
     phases = {
-        "rollout": rollout_phase_bytes(demand, sizes.rollout_batch_size),
-        "judging": judging_phase_bytes(demand),
+        "rollout": bytes_added_by_rollout(demand, sizes.rollout_batch_size),
+        "judging": bytes_added_by_judging(demand),
         "update": update_phase_bytes(demand, sizes),
     }
     return MemoryNeed(resident_bytes(demand), phases)
@@ -263,7 +263,7 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
     return resident
 
 
-def rollout_phase_bytes(demand: RunDemand, rows_at_once: int) -> int:
+def bytes_added_by_rollout(demand: RunDemand, rows_at_once: int) -> int:
     """
     Return the bytes that a rollout needs for caches and intermediate results.
 
@@ -296,7 +296,7 @@ def _sft_held_out_sampling_bytes(demand: RunDemand, rows_at_once: int) -> int:
     return sum(rollout_bytes(demand.model, demand.dtype, lengths, 1, max_tokens, rows_at_once))
 
 
-def judging_phase_bytes(demand: RunDemand) -> int:
+def bytes_added_by_judging(demand: RunDemand) -> int:
     """
     Return the bytes that the judge needs for its cache and its forward pass.
 
@@ -500,7 +500,7 @@ def choose_sizes(
 
     if not sampling.rollout_batch_size:
         rows = choose_rollout_rows(
-            lambda rows: rollout_phase_bytes(demand, rows) <= free_bytes, max_rows
+            lambda rows: bytes_added_by_rollout(demand, rows) <= free_bytes, max_rows
         )
     return sizes._replace(rollout_batch_size=rows)
 

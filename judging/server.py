@@ -564,7 +564,7 @@ class Endpoint:
         if self.has_replied:
             advice = "the server answered other requests, so it is slow or busy; wait"
         elif response.status:
-            advice = "the server is running but fails; read its log"
+            advice = "the server is running but returns errors, so read its log"
         failure = f"did not answer after {num_tries} tries"
         if response.status:
             failure = f"failed {num_tries} times"

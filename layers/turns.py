@@ -23,7 +23,7 @@ class RowEpisodes(Protocol):
     context: int  # the maximum number of positions in a row, including its prompt
     wait_s: float  # how many seconds the sampler has waited for replies
 
-    def begin_or_restart_rows(self, rows: list[int]) -> None:
+    def begin_or_restart_decoding(self, rows: list[int]) -> None:
         """The rows begin; a row that already had turns begins again."""
 
     def max_tokens_of_next_turn(self, row: int) -> int | None:
@@ -119,7 +119,9 @@ class TurnScheduler:
         self.replies: dict[int, list[int]] = {}  # the ids that each row gets next
 
         rows = list(prompt_lengths)
-        self.episodes.begin_or_restart_rows(rows)  # before the turns, whose limits it may change
+        self.episodes.begin_or_restart_decoding(
+            rows
+        )  # before the turns, whose limits it may change
         for row in rows:
             state.sequences[row] = []
             state.places[row] = []

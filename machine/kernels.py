@@ -327,7 +327,7 @@ def kernel_error_over_allowed_error(
     """
     A kernel's largest error divided by the allowed error.
 
-    A kernel is accepted if the result is at most 1. `kernel` and `reference` are the results of the
+    A kernel is accepted if this ratio is at most 1. `kernel` and `reference` are the results of the
     kernel and of its expression in `dtype`, and `exact` contains the results of the expression for
     the same numbers in float32. The error of a result x is |x - exact| / (1 + |exact|). The allowed
     error is the largest error of the expression or the tolerance for `dtype`, whichever is larger.

@@ -208,9 +208,9 @@ def read_prompt_example(example: Example) -> Example:
     """
     Checks an example's columns, and returns an example in which all messages have Gwen's layout.
 
-    A row without a `prompt` may contain a conversation; if the row has no `answer`, the
-    conversation's last reply becomes the answer. A row with a column `environment` needs no prompt;
-    a missing prompt becomes "". If there are several right answers, `answer` is a list of strings.
+    A row without a `prompt` may contain a conversation instead; if such a row has no `answer`, the
+    last reply of the conversation becomes the answer. A row with a column `environment` needs no
+    prompt; a missing prompt becomes "". If there are several right answers, `answer` is a list of strings.
 
     Raises ValueError if a column is invalid or if there is no prompt.
     """

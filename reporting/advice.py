@@ -89,7 +89,7 @@ def advise_on_change(
 
     lone_reward_change: BETTER or WORSE if the rewards changed but the held-out figure did not,
     otherwise "".
-    reward_fix: the advice of `suggest_reward_fix` if the model may game the reward, otherwise "".
+    reward_fix: the advice of `advise_on_gamed_reward` if the model may game the reward, else "".
     is_still_improving: whether the held-out figure improved in the second half of the run.
     """
     last = run.evals[-1]
@@ -211,7 +211,7 @@ def advise_on_using_the_model(run: History) -> str:
     return f"{advice}; merge the adapter into the model: {merge}"
 
 
-def suggest_reward_fix(
+def advise_on_gamed_reward(
     settings: dict[str, Any], verifier_is_default: bool, last_answers: Records
 ) -> str:
     """

@@ -101,7 +101,7 @@ def check_shared_problems_and_measure(
 ) -> None:
     if not first.keys() & answers.keys():
         raise ValueError(
-            f"{path} and {first_path} have no problem in common; evaluate both on the same data"
+            f"{path} and {first_path} share no problems; evaluate both on the same data"
         )
     figure = describe_metric(answers)
     first_figure = describe_metric(first)

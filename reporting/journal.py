@@ -597,7 +597,7 @@ class Journal:
             print_line_to_stderr(f"WARNING after step {step}: {new_warning.text}.")
 
     def record_warning_once(self, step: int, new_warning: health.RunWarning) -> bool:
-        """Records a warning for the page. Returns False if the log already has the warning."""
+        """Records a warning for the run's page. Returns False if the log already has it."""
         if new_warning.name in {warning["name"] for warning in self.warnings.read()}:
             return False
         self.warnings.write({"step": step} | new_warning._asdict())
@@ -635,7 +635,7 @@ class Journal:
             self.evaluations,
             changes=self.changes,
         )
-        self.verdict = verdict.reach_verdict(run)
+        self.verdict = verdict.reach_verdict_on_held_out_change(run)
         if self.verdict and self.verdict.warning:
             self.warn_once(self.evaluations[-1]["step"], self.verdict.warning)
         best = earliest_unbeaten_evaluation(run.with_comparable_evals)

@@ -44,7 +44,12 @@ from reporting.history import (
     split_and_mark_new_words,
 )
 from reporting.seeds import SeedGroup
-from reporting.verdict import NUM_READ, Verdict, reach_verdict, sample_problems_to_show
+from reporting.verdict import (
+    NUM_READ,
+    Verdict,
+    reach_verdict_on_held_out_change,
+    sample_problems_to_show,
+)
 from settings.sources import command_prefix_with_extras
 from text.printable import escape_invisible
 from tools.calls import format_text_or_conversation
@@ -301,7 +306,7 @@ def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
     curves = charts.make_charts(seed_groups)
     completions = completion_groups_for_page(run)
     status = history.run_status(run, ended)
-    verdict = reach_verdict(run)
+    verdict = reach_verdict_on_held_out_change(run)
     recipe = shlex.quote(str(run.dir / "config.yaml"))
     copy = shlex.quote(f"{run.dir}-again")
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
@@ -373,7 +378,7 @@ def verdict_css_class(verdict: Verdict | None) -> str:
 def other_run_for_page(group: SeedGroup) -> dict[str, Any]:
     """Returns the verdict, the figures and the held-out answers of a group's first run."""
     run = group.runs[0]
-    verdict = reach_verdict(run)
+    verdict = reach_verdict_on_held_out_change(run)
     before, after = history.format_figure_before_after(run)
     return {
         "name": run.name,

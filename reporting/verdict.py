@@ -81,7 +81,7 @@ def sample_problems_to_show(problems: list[int], settings: dict[str, Any]) -> li
     return sorted(draws.sample(problems, min(NUM_READ, len(problems))))
 
 
-def reach_verdict(run: History) -> Verdict | None:
+def reach_verdict_on_held_out_change(run: History) -> Verdict | None:
     """
     Returns the verdict on the change from the first evaluation to the last.
 
@@ -134,7 +134,7 @@ def reach_verdict(run: History) -> Verdict | None:
         and bool(settings.get("reward"))
         and not settings.get("verifier")
     )
-    reward_fix = advice.suggest_reward_fix(settings, verifier_is_default, after)
+    reward_fix = advice.advise_on_gamed_reward(settings, verifier_is_default, after)
     best = earliest_unbeaten_evaluation(run) or last
     warning = None
     if is_significantly_better(held_out_change(run, last, best)):

@@ -307,7 +307,8 @@ def call_reward_on_texts(
             for row_and_text in rows_and_texts:  # finds the row on which the reward fails
                 call_reward_on_texts(name, reward, [row_and_text])
             raise ValueError(
-                f"{error}; the reward fails only if one call has all {len(texts)} completions"
+                f"{error}; the reward fails only if all {len(texts)} completions are passed in one "
+                "call"
             ) from error
         prompt = shorten_value(last_user_text(examples[0]["prompt"]))
         answer = shorten_value(rows_and_texts[0][0].right)

@@ -2,8 +2,8 @@
 Judges by words alone whether an answer repeats itself, copies the prompt or says nothing.
 
 A model can exploit some rewards with answers that repeat themselves or copy the prompt, and its
-accuracy may not reveal that. With --reward-gate form, `rewards_capped_at_0_if_gate_fails` takes the
-rewards of such answers away.
+accuracy may not reveal that. With --reward-gate form, `rewards_capped_at_0_if_form_gate_fails`
+takes the rewards of such answers away.
 
 In languages that are written without spaces, a whole sentence counts as one word, so these checks
 do not work.
@@ -149,7 +149,7 @@ def right_answer_passes_form_gate(row: dict[str, Any]) -> bool:
     return any(is_long_enough_and_not_degenerate(answer, prompt) for answer in answers)
 
 
-def rewards_capped_at_0_if_gate_fails(
+def rewards_capped_at_0_if_form_gate_fails(
     rewards_by_name: "dict[str, np.ndarray]",
     examples: list[Example],
     completions: list[str],

@@ -194,10 +194,10 @@ class ServedEpisodes:
 
     # ---- methods that the sampler calls
 
-    def begin_or_restart_rows(self, rows: list[int]) -> None:
+    def begin_or_restart_decoding(self, rows: list[int]) -> None:
         """
         These rows begin, and no others are decoded until they are over. A row that begins again
-        after memory ran out repeats the turns that the harness knows.
+        because memory ran out first samples the turns again that the harness has already received.
         """
         self._rows = set(rows)
         self._ready = {}

@@ -241,8 +241,8 @@ def _read_resumed_settings(
     """Return the settings of a run to continue, changed by the flags, and a line for the user."""
     if config_path:
         raise ValueError(
-            f"--config {config_path} cannot change a resumed run; leave out --resume to start a "
-            f"new run, which continues from the same weights with --init-adapter {resume}"
+            f"--config {config_path} cannot change a resumed run; to start a new run from the same "
+            f"weights, replace --resume with --init-adapter {resume}"
         )
     path = Path(resume) / "config.yaml"
     if not path.is_file():

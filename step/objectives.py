@@ -238,11 +238,11 @@ def _raise_if_sum_of_rows_does_not_add_up(
     """Raises ValueError unless a sum of several rows is the sum, or the maximum, of the rows."""
     values = mx.array([row_loss.sums[name] for row_loss in row_losses if name in row_loss.sums])
     if name.endswith("_max"):
-        kind = "largest value of"
+        kind = "largest of"
         expected = values.max().item()
         fix = "return the maximum over the tokens"
     else:
-        kind = "sum over"
+        kind = "sum of"
         expected = values.sum().item()
         fix = (
             "return a sum over the tokens, which Gwen divides by the number of tokens in the step, "
@@ -251,8 +251,8 @@ def _raise_if_sum_of_rows_does_not_add_up(
     value = loss.sums[name].item()
     if not abs(value - expected) <= 1e-4 * max(abs(value), 1):
         raise ValueError(
-            f"{label} returned {value:.4g} as the sum {name!r} of {rows}, but {expected:.4g} as "
-            f"the {kind} the same rows one by one; {fix}"
+            f"{label} returned {value:.4g} as the sum {name!r} for {rows}, but the {kind} the "
+            f"values that it returned for each row alone is {expected:.4g}; {fix}"
         )
 
 

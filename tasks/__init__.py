@@ -421,7 +421,7 @@ def _set_weights_and_drop_unusable_rewards(task: Task, config: Config) -> Task:
     would take time for nothing. A run with a teacher needs no reward. One of the task's own rewards
     is removed if its weight is 0 and the data lacks a column that the reward reads.
 
-    Raises ValueError if the data lacks a column that a reward with a weight other than 0 reads.
+    Raises ValueError if a reward with a nonzero weight reads a column that the data lacks.
     """
     given_weights = config.data.reward_weights
     names = list(task.rewards)

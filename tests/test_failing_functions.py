@@ -80,7 +80,7 @@ def test_the_audit_names_no_completion_if_a_reward_fails_only_on_several_at_once
     message = error_of_audit(tmp_path, "[1 / (len(completions) == 1)] * 2")
     assert "the completion" in message, "this reward fails on each completion"
     message = error_of_audit(tmp_path, "[1 / (len(completions) == 1) for _ in completions]")
-    assert message.endswith("the reward fails only if one call has all 30 completions")
+    assert message.endswith("only if all 30 completions are passed in one call")
 
 
 # ---- functions that replace the output streams

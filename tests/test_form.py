@@ -9,7 +9,7 @@ from small_run import make_run
 
 import train
 from rewards import form, rewards
-from rewards.form import rewards_capped_at_0_if_gate_fails
+from rewards.form import rewards_capped_at_0_if_form_gate_fails
 
 PROMPT = "Describe water. Use at most 10 words."
 # Models that were rewarded for following instructions wrote the degenerate answers.
@@ -87,7 +87,7 @@ def test_the_gate_removes_positive_rewards_and_keeps_negative_ones():
     answers = ["Water is clear and wet.", "Water is clear and wet.", PROMPT, "Wet."]
     finish_reasons = ["stop", "length", "stop", "stop"]
     components = {"a": np.array([1.0, 1.0, 0.5, 1.0]), "b": np.array([-1.0, -1.0, -0.5, np.nan])}
-    gated = rewards_capped_at_0_if_gate_fails(components, examples, answers, finish_reasons)
+    gated = rewards_capped_at_0_if_form_gate_fails(components, examples, answers, finish_reasons)
     assert gated["a"].tolist() == [1, 0, 0, 0]
     np.testing.assert_array_equal(gated["b"], components["b"])
     passed = map(form.passes_form_gate, answers, [PROMPT] * 4, finish_reasons)

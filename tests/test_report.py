@@ -226,7 +226,7 @@ def test_the_page_shows_the_figures_the_answers_and_the_warnings_of_the_files(ru
 
 
 def test_wrong_answers_with_the_highest_reward_are_counted(run):
-    first_sign = verdict.reach_verdict(history.load_history(run)).signs[0]
+    first_sign = verdict.reach_verdict_on_held_out_change(history.load_history(run)).signs[0]
     assert first_sign == f"{answer_changes.CHEATED}: 0 -> 1 answers"
 
     answers = page.held_out_answers_for_page(history.load_history(run))

@@ -37,7 +37,7 @@ def test_a_change_of_the_reward_does_not_make_an_untrained_model_better(
     run = history.load_history(home_of_changed_run / "run")
     steps = [record["step"] for record in run.evals]
     assert steps == [0, 2, 2, 4]  # step 2 with both rewards
-    judgement = verdict.reach_verdict(run)
+    judgement = verdict.reach_verdict_on_held_out_change(run)
     assert judgement.outcome in (verdict.SAME, verdict.FEW)
     assert "from step 2 to 4" in judgement.text
     assert "earlier evaluations are not compared, because" in judgement.text
@@ -46,7 +46,10 @@ def test_a_change_of_the_reward_does_not_make_an_untrained_model_better(
     # A run of an older version has no record of changes.
     old_run = shutil.copytree(home_of_changed_run / "run", tmp_path / "run")
     (old_run / "changes.jsonl").unlink()
-    assert "gain +100.000" in verdict.reach_verdict(history.load_history(old_run)).text
+    assert (
+        "gain +100.000"
+        in verdict.reach_verdict_on_held_out_change(history.load_history(old_run)).text
+    )
 
 
 def test_reports_settings_and_warnings_name_the_change_of_a_resume(home_of_changed_run, capsys):

@@ -337,7 +337,7 @@ def test_a_comparison_refuses_files_without_answers_and_files_without_common_pro
 
     other_prompts = [row | {"prompt": "?"} for row in rows]
     other = write_log(tmp_path / "other.jsonl", other_prompts)
-    check_comparison_refusal(other, "no problem in common")
+    check_comparison_refusal(other, "share no problems")
 
     scored = write_log(tmp_path / "right.jsonl", [row | {"reward": [1.0]} for row in rows])
     check_comparison_refusal(scored, "right.jsonl .*--verifier and --reward")

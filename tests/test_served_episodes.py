@@ -101,7 +101,7 @@ def begin_wave(num=1):
         harness.announce(number)
         requests.append(harness.ask(f"s{number}", [1, 2]))
     assert len(episodes.gather_wave()) == num
-    episodes.begin_or_restart_rows(list(range(num)))
+    episodes.begin_or_restart_decoding(list(range(num)))
     return harness, episodes, requests
 
 
@@ -314,12 +314,12 @@ def test_a_row_that_begins_again_has_the_token_limit_of_the_first_request():
     harness.announce(1)
     harness.ask("s1", [1, 2], max_tokens=4)
     episodes.gather_wave()
-    episodes.begin_or_restart_rows([0])
+    episodes.begin_or_restart_decoding([0])
     end_turn(episodes, 0, [5, 5, 5, 5])
     harness.ask("s1", [1, 2, 5, 5, 5, 5, 3], max_tokens=7)
     episodes.take_replies(wait=False)
     assert episodes.max_tokens_of_next_turn(0) == 7
-    episodes.begin_or_restart_rows([0])
+    episodes.begin_or_restart_decoding([0])
     assert episodes.max_tokens_of_next_turn(0) == 4
 
 
@@ -329,7 +329,7 @@ def test_a_result_ends_a_row_only_after_the_row_has_repeated_all_turns():
     harness.ask("s1", [1, 2, 5, END, 3])
     assert episodes.take_replies(wait=False) == {0: [3]}
     end_turn(episodes, 0, [6, END])
-    episodes.begin_or_restart_rows([0])
+    episodes.begin_or_restart_decoding([0])
     harness.report(1, [1, 2, 5, END, 3, 6, END], [2, 3, 5, 6])
     assert episodes.take_replies(wait=False) == {}
     end_turn(episodes, 0, [5, END])
@@ -343,13 +343,13 @@ def test_a_row_that_waits_for_a_later_batch_gets_no_reply():
     harness, episodes, _ = begin_wave(2)
     for row in range(2):
         end_turn(episodes, row, [5, END])
-    episodes.begin_or_restart_rows([0])  # memory ran out, and the batch is smaller now
+    episodes.begin_or_restart_decoding([0])  # memory ran out, and the batch is smaller now
     harness.ask("s1", [1, 2, 5, END, 3])
     harness.ask("s2", [1, 2, 5, END, 4])
     assert episodes.take_replies(wait=False) == {}
     end_turn(episodes, 0, [5, END])
     assert episodes.take_replies(wait=False) == {0: [3]}
-    episodes.begin_or_restart_rows([1])
+    episodes.begin_or_restart_decoding([1])
     end_turn(episodes, 1, [5, END])
     assert episodes.take_replies(wait=False) == {1: [4]}
 
@@ -357,7 +357,7 @@ def test_a_row_that_waits_for_a_later_batch_gets_no_reply():
 def test_a_row_that_repeats_a_turn_with_other_ids_fails():
     _, episodes, _ = begin_wave()
     end_turn(episodes, 0, [5, END])
-    episodes.begin_or_restart_rows([0])
+    episodes.begin_or_restart_decoding([0])
     episodes.receive_unfinished_turn(0, [5, 5], np.full(2, -1, np.float32), "length")
     assert "repeated exactly" in episodes.episodes[0].error
     assert len(episodes.episodes[0].turns) == 1

@@ -452,7 +452,7 @@ def test_the_thread_of_a_row_that_begins_again_ends_after_its_current_call(tool_
     episodes = Episodes(make_box(tool_tokenizer, [waits]), EXAMPLES, [0], "0")
     end_turn(episodes, tool_tokenizer, 0, write_json_call("waits", {}))
     old_worker = episodes.episodes[0].worker
-    episodes.begin_or_restart_rows([0])
+    episodes.begin_or_restart_decoding([0])
     assert episodes.episodes[0].worker is not old_worker
 
     may_return.set()

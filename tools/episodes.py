@@ -230,7 +230,7 @@ class Episodes:
 
     # ---- methods that the sampler calls
 
-    def begin_or_restart_rows(self, rows: list[int]) -> None:
+    def begin_or_restart_decoding(self, rows: list[int]) -> None:
         """Prepares rows for decoding. A row that already had turns begins a new episode."""
         for row in rows:
             previous = self.episodes[row]

@@ -210,7 +210,8 @@ def read_prompt_example(example: Example) -> Example:
 
     A row without a `prompt` may contain a conversation instead; if such a row has no `answer`, the
     last reply of the conversation becomes the answer. A row with a column `environment` needs no
-    prompt; a missing prompt becomes "". If there are several right answers, `answer` is a list of strings.
+    prompt; a missing prompt becomes "". If there are several right answers, `answer` is a list of
+    strings.
 
     Raises ValueError if a column is invalid or if there is no prompt.
     """

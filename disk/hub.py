@@ -40,7 +40,9 @@ class Family(NamedTuple):
 
     # whether the query projection also computes a gate for the output of each head
     output_gate: bool = False
-    rotary_fraction: float = 1.0  # default for the fraction of each head that is rotated
+    # The default for the fraction of each head that is rotated. If it is 1, config.json must not
+    # set another fraction.
+    rotary_fraction: float = 1.0
     rope_types: tuple[str, ...] = ("default", "yarn")
     tied: bool = False  # default for whether the output head uses the weights of the embedding
 

@@ -305,11 +305,14 @@ def _try_advantage(spec: str, function: AdvantageFunction, group_size: int) -> t
 
     group_size: the number of completions per prompt in the run.
     """
+    # groups with a high, a low and a negative mean, as a function may choose groups by their mean
     small_trial = function(np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5]]))
-    if np.isnan(small_trial).all():
+    other_trials = [function(np.array([[0.0, 0.1, 0.0], [low, low, 0.0]])) for low in (0.2, -1.0)]
+    if all(np.isnan(trial).all() for trial in (small_trial, *other_trials)):
         raise ValueError(
-            f"--advantage {spec} leaves out every completion, because is_trained is False "
-            "for all of them; set it to True for the completions to train on"
+            f"--advantage {spec} leaves out every completion of made-up rewards from -1 to 1, "
+            "because is_trained is False for all of them; set it to True for the completions to "
+            "train on"
         )
     num_completions = max(group_size, 3)
     advantages = function(np.linspace(0.0, 1.0, num_completions)[None])

@@ -154,7 +154,8 @@ def _refuse_other_learning_rate(label: str, optimizer: optim.Optimizer, rate: fl
     if abs(own_rate - rate) > 1e-6 * abs(rate):
         raise ValueError(
             f"{label} has the learning rate {own_rate:g}, but the run has --learning-rate "
-            f"{rate:g} and would overwrite it; {advice}, and set --learning-rate {own_rate:g}"
+            f"{rate:g} and would overwrite it; {advice}, and set --learning-rate {own_rate:g}; for "
+            "another rate for some weights, let a subclass scale their gradients or updates"
         )
 
 

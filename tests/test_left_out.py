@@ -150,3 +150,14 @@ def test_a_run_records_which_completions_it_left_out(tmp_path, functions_file, c
     flags += ["--advantage", f"{functions_file}:pods_with_zeros"]
     train.main([*flags, "--run-dir", str(tmp_path / "zeros")])
     assert "return (advantages, is_trained)" in " ".join(capsys.readouterr().out.split())
+
+
+def choose_groups_of_low_mean(rewards):
+    is_low = rewards.mean(axis=1, keepdims=True) < 0.4
+    return rewards, np.broadcast_to(is_low, rewards.shape)
+
+
+def test_a_selection_may_leave_out_every_group_of_high_rewards():
+    objective = load_objective(f"{__file__}:choose_groups_of_low_mean")
+    advantages = objective.advantage(np.array([[1.0, 0.9], [0.0, 0.1]]))
+    assert np.isnan(advantages).tolist() == [[True, True], [False, False]]

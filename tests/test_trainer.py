@@ -177,7 +177,7 @@ def test_functions_without_a_name_are_found_only_in_the_program_that_made_them(
 
     monkeypatch.delitem(sys.modules, functions.NAMELESS)  # as in another process
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
-    for spec in (specs[0], "__main__:gone"):
+    for spec, place in ((specs[0], "this process"), ("__main__:gone", "this program")):
         message = catch_message(functions.load_function, "--reward", spec)
         assert "exists only in the program that started the run" in message
         run = SimpleNamespace(
@@ -186,7 +186,7 @@ def test_functions_without_a_name_are_found_only_in_the_program_that_made_them(
             names_of_parts_set_in_python=dict,
         )
         advice = base._explain_how_to_continue(run, KeyError())
-        expected = f"continue in this program with: Trainer.resume({str(tmp_path)!r})"
+        expected = f"continue in {place} with: Trainer.resume({str(tmp_path)!r})"
         assert advice == expected
 
     spec = functions.spec_of_function(short_answers)

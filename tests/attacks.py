@@ -1,4 +1,8 @@
-"""What workers do in tests, and code that got into a sealed one; it imports little, as every worker pays for it."""
+"""
+The functions that workers run in tests, and helpers of hostile code in a sealed worker.
+
+attacks.yaml has the hostile code. This module imports little, since each worker imports it.
+"""
 
 import contextlib
 import ctypes
@@ -9,51 +13,36 @@ import sys
 import time
 from pathlib import Path
 
-LIBC = ctypes.CDLL(
-    None
-)  # opened before the seal, as its functions: looking them up is refused thereafter
-SYSCALL, ERRNO = LIBC.syscall, LIBC["__errno_location" if sys.platform == "linux" else "__error"]
+# The library and its functions are looked up before the seal, which refuses to look them up.
+LIBC = ctypes.CDLL(None)
+SYSCALL = LIBC.syscall
+ERRNO = LIBC["__errno_location" if sys.platform == "linux" else "__error"]
 ERRNO.restype = ctypes.POINTER(ctypes.c_int)
 
 
 def fork_exec(path):
-    """What `subprocess` ends in, which raises no audit event."""
-    shell = [b"/bin/sh", b"-c", b"touch " + path.encode()]
-    given = (
-        shell,
-        shell[:1],
-        True,
-        (),
-        None,
-        None,
-        *[-1] * 6,
-        0,
-        channel(),
-        False,
-        False,
-        -1,
-        *[None] * 3,
-        -1,
-        None,
-    )
-    return sys.modules["_posixsubprocess"].fork_exec(*given, True)
+    """Starts a program with the internal function of `subprocess`, which raises no audit event."""
+    command = [b"/bin/sh", b"-c", b"touch " + path.encode()]
+    arguments = [command, command[:1], True, (), None, None]
+    arguments += [-1] * 6
+    arguments += [0, channel(), False, False, -1]
+    arguments += [None] * 3
+    arguments += [-1, None]
+    return sys.modules["_posixsubprocess"].fork_exec(*arguments, True)
 
 
 def switch_off(path):
-    """Gives the seal's own names another meaning, as one answer once did, and then starts a program."""
+    """Replaces names that the seal uses, as one answer once did, and then starts a program."""
     for name in ("__main__", "sandbox.seal", "builtins"):
         module = sys.modules[name]
-        for switch, value in {
-            "HARMLESS": {"open", "os.system"},
-            "FAMILIES": (),
-            "len": lambda _: 0,
-        }.items():
-            setattr(module, switch, value)
+        module.HARMLESS = {"open", "os.system"}
+        module.FAMILIES = ()
+        module.len = lambda _: 0
     return os.system(f"touch {path}")
 
 
 def channel():
-    """The socket, found by trying."""
+    """The number of the worker's socket, which is found by trying all."""
     for number in range(3, 64):
         with contextlib.suppress(OSError):
             os.write(number, b"")
@@ -61,86 +50,99 @@ def channel():
 
 
 def own_frame():
-    """The very frame that the owner waits for, with the number that it sent."""
+    """Sends the frame that the owner waits for, with the number of the question."""
     try:
         raise KeyError
     except KeyError as error:
-        running = error.__traceback__.tb_frame
-    while "number" not in running.f_locals:
-        running = running.f_back
-    os.write(channel(), frame(running.f_locals["number"], 1.0, "", False))
+        stack_frame = error.__traceback__.tb_frame
+    while "number" not in stack_frame.f_locals:
+        stack_frame = stack_frame.f_back
+    os.write(channel(), frame(stack_frame.f_locals["number"], 1.0, "", False))
     return 0.0
 
 
-NUMBERS, KEEP = [], []
+NUMBERS = []  # the numbers of the questions so far
+KEEP = []  # attacks.yaml keeps objects here
 
 
 def frame(*content):
     return sys.modules["__main__"]._make_json_frame(*content)
 
 
-def look(_, running):
-    """A signal's handler is given the frame that it interrupts, without an audit event: there is the number."""
-    while running and "number" not in running.f_locals:
-        running = running.f_back
-    NUMBERS.append(running.f_locals["number"] if running else 0)
+def record_number(_, stack_frame):
+    """
+    A handler of a signal, which records the number of the question.
+
+    Python gives it the interrupted stack frame, without an audit event.
+    """
+    while stack_frame and "number" not in stack_frame.f_locals:
+        stack_frame = stack_frame.f_back
+    NUMBERS.append(stack_frame.f_locals["number"] if stack_frame else 0)
 
 
-def replay(back):
-    """Sends a frame with the number of this question, or of one that many before it."""
-    signal.signal(signal.SIGALRM, look)
+def replay(num_back):
+    """Sends a frame with the number of this question, or of the question `num_back` before it."""
+    signal.signal(signal.SIGALRM, record_number)
     signal.setitimer(signal.ITIMER_REAL, 1e-3)
     time.sleep(0.01)
-    os.write(channel(), frame(NUMBERS[max(-1 - back, -len(NUMBERS))], 1.0, "", False))
+    index = max(-1 - num_back, -len(NUMBERS))
+    os.write(channel(), frame(NUMBERS[index], 1.0, "", False))
     return 0.0
 
 
 class Runs:
+    """Its pickle runs a program when it is loaded."""
+
     def __reduce__(self):
         return os.system, ("touch /tmp/gwen-planted-by-an-answer",)
 
 
 def later(seconds):
-    """Sends, when the next question is being answered, a frame with a number that is not its own."""
+    """Sends a frame with a wrong number later, while the worker answers the next question."""
     number = channel()
     signal.signal(signal.SIGALRM, lambda *_: os.write(number, frame(7, 1.0, "", False)))
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 class Never:
+    """An object that ends the process when it is printed."""
+
     def __str__(self):
         raise SystemExit("no line of an error")
 
 
 def syscall(number):
-    """The error of a system call by its number; 0 where there is none."""
+    """Makes a system call by its number; returns its error, or 0."""
     return ERRNO()[0] if SYSCALL(number, *[0] * 6) == -1 else 0
 
 
-def stubborn(seconds):
-    """Catches the alarm, as a library with a bare `except` does."""
+def sleep_despite_alarms(seconds):
+    """Sleeps, and catches the alarm as a library with a bare `except` does."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(BaseException):
             time.sleep(seconds)
 
 
-def meet(folder, num):
-    """Waits until this many have come."""
+def wait_for_workers(folder, num):
+    """Waits until `num` workers have written a file into a directory."""
     (Path(folder) / f"{os.getpid()}").touch()
     while len(os.listdir(folder)) < num:
         time.sleep(0.01)
 
 
-DEEDS = {
+def compute_power(x):
+    """Computes a power with one multiplication of minutes, which no signal interrupts."""
+    return len(str(9**9**x))
+
+
+ACTIONS = {
     "double": lambda x: 2 * x,
     "sleep": time.sleep,
     "syscall": syscall,
-    "stubborn": stubborn,
-    "meet": meet,
-    "power": lambda x: len(
-        str(9**9**x)
-    ),  # one multiplication of minutes, which no signal interrupts
+    "stubborn": sleep_despite_alarms,
+    "meet": wait_for_workers,
+    "power": compute_power,
     "count": lambda x: sum(1 for _ in range(x)),
     "leave": os._exit,
     "fail": lambda x: [][x],
@@ -151,24 +153,26 @@ DEEDS = {
 
 
 def answerer(machine="", sources=None, path=""):
-    """sources: expressions by name, where P is the path, compiled before the seal, which refuses `exec`."""
+    """
+    The function that answers questions in a worker: (name of an action, its arguments).
+
+    machine: the name of a processor to pretend, or "refuse" or "crash". sources: more actions, as
+    expressions in which P is `path`. They are compiled before the seal, which refuses `exec`.
+    """
     if machine == "refuse":
         raise ValueError("--flag is wrong")
     if machine == "crash":
         os._exit(3)
     if machine:
         platform.machine = lambda: machine
-    for name in (
-        "sqlite3",
-        "socket",
-        "gc",
-        "_posixsubprocess",
-        "subprocess",
-        "pickle",
-        "functools",
-    ):
+    for name in "sqlite3 socket gc _posixsubprocess subprocess pickle functools".split():
         __import__(name)
     for name, source in (sources or {}).items():
-        DEEDS[name] = eval(f"lambda *_: {source}", globals() | sys.modules | {"P": path})
+        ACTIONS[name] = eval(f"lambda *_: {source}", globals() | sys.modules | {"P": path})
     channel()
-    return lambda deed: DEEDS[deed[0]](*deed[1:])
+
+    def answer(question):
+        name, *arguments = question
+        return ACTIONS[name](*arguments)
+
+    return answer

@@ -1,10 +1,10 @@
 """
-An outside harness for tests: it plays the game of tasks/guess.py, or misbehaves.
+A harness for tests, which plays the game of tasks/guess.py, or makes a mistake.
 
     python tests/harness.py MODE [NUM_EXAMPLES]
 
-It speaks the protocol of serving/harness.py, and takes no part of serving/. The conversation is
-rendered with the functions that the tools of a run use, so that both play exactly the same game.
+It follows the protocol of serving/harness.py, but does not import serving/. It renders the
+conversation with the functions that a run uses for its tools, so both play the same game.
 """
 
 import json
@@ -28,19 +28,19 @@ MAX_TURNS = 6
 OUT = os.fdopen(os.dup(1), "w")
 LOCK = threading.Lock()
 POLICY = {}
-RUNNING = set()  # the numbers of the episodes that are being played
+EPISODES = set()  # the numbers of the episodes in progress
 
 
 def send(**message):
     with LOCK:
         if message["type"] == "result":
-            RUNNING.discard(message["episode"])
+            EPISODES.discard(message["episode"])
         OUT.write(json.dumps(message) + "\n")
         OUT.flush()
 
 
-def ask(session, ids):
-    """One turn of the policy: its ids, log-probabilities and finish reason."""
+def sample_turn(session, ids):
+    """Samples a turn of the policy; returns its ids, log-probabilities and finish reason."""
     body = {"model": POLICY["model"], "token_ids": ids, "sampling_params": {"logprobs": 1}}
     if MODE == "hot":
         body["sampling_params"]["temperature"] = 7.0
@@ -57,11 +57,24 @@ def ask(session, ids):
     )
     with urllib.request.urlopen(request, timeout=600) as response:
         choice = json.load(response)["choices"][0]
-    return (
-        choice["token_ids"],
-        [entry["logprob"] for entry in choice["logprobs"]["content"]],
-        choice["finish_reason"],
-    )
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return choice["token_ids"], logprobs, choice["finish_reason"]
+
+
+def break_result(result, number):
+    """Makes the mistake of the mode in the result of an episode."""
+    if MODE == "wrong result" and number % 2:
+        result["own"] = result["own"][1:]
+    if MODE.startswith("only"):
+        successful_numbers = map(int, MODE.split()[1:])
+        if number % 8 not in successful_numbers:
+            return {"error": "this episode fails"}
+    if MODE == "odd":
+        result["metrics"] = {"": 1e15, "a b\nc": -3, "reward/mean": 2, "é" * 300: 0.5}
+        result["messages"] = [{"role": "robot", "content": "\x1b[31m\ud800\0", "name": ""}] * 3
+    if MODE == "bad reward" and number % 2:
+        result["reward"] = "much"
+    return result
 
 
 class Player:
@@ -79,11 +92,15 @@ class Player:
         self.parse_call = calls.choose_call_parser(self.tokenizer.chat_template)
         self.end_ids = POLICY["end_ids"]
         self.codec = calls.TurnCodec(self.tokenizer, self.end_ids, thinking=False)
-        self.calls, self.template, self.game = calls, chat_template, Guess
+        self.calls = calls
+        self.template = chat_template
+        self.game_class = Guess
 
     def play(self, message):
-        number, session = message["episode"], f"session {message['episode']}"
-        game = self.game()
+        """Plays the episode of a message, and sends its result."""
+        number = message["episode"]
+        session = f"session {number}"
+        game = self.game_class()
         with LOCK:
             state = random.getstate()
             random.seed(zlib.crc32(message["seed"].encode()))
@@ -94,11 +111,13 @@ class Player:
         send(type="session", episode=number, session=session)
         tools = list(self.schemas.values())
         ids = self.template.encode_chat(self.tokenizer, prompt, tools=tools, thinking=False)
-        own, logprobs, messages = [], [], []
+        policy_positions = []
+        logprobs = []
+        messages = []
         try:
             for turn in range(MAX_TURNS):
-                turn_ids, turn_logprobs, reason = ask(session, ids)
-                own += range(len(ids), len(ids) + len(turn_ids))
+                turn_ids, turn_logprobs, reason = sample_turn(session, ids)
+                policy_positions += range(len(ids), len(ids) + len(turn_ids))
                 logprobs += turn_logprobs
                 ids = ids + turn_ids
                 text = self.codec.decode_turn(turn_ids)
@@ -121,24 +140,16 @@ class Player:
                 return
         result = {
             "token_ids": ids,
-            "own": own,
+            "own": policy_positions,
             "logprobs": logprobs,
             "reward": game.get_reward(),
             "metrics": {"turns": float(len(messages))},
             "messages": messages,
         }
-        if MODE == "wrong result" and number % 2:
-            result["own"] = own[1:]
-        if MODE.startswith("only") and number % 8 not in map(int, MODE.split()[1:]):
-            result = {"error": "this episode fails"}
-        if MODE == "odd":
-            result["metrics"] = {"": 1e15, "a b\nc": -3, "reward/mean": 2, "é" * 300: 0.5}
-            result["messages"] = [{"role": "robot", "content": "\x1b[31m\ud800\0", "name": ""}] * 3
-        if MODE == "bad reward" and number % 2:
-            result["reward"] = "much"
-        send(type="result", episode=number, **result)
+        send(type="result", episode=number, **break_result(result, number))
 
     def reply(self, game, call):
+        """The reply of the game to a call."""
         if call.error:
             text = json.dumps({"error": call.error}, ensure_ascii=False)
         else:
@@ -149,6 +160,17 @@ class Player:
         return {"role": "tool", "name": call.name or "tool", "content": text}
 
 
+def make_rows():
+    """The examples, with the mistake of the mode."""
+    rows = [{"prompt": "I think of a number from 1 to 20. Find it."}] * NUM_EXAMPLES
+    if MODE == "odd":
+        odd_columns = {"answer": {"\ud800": [10**300]}, "name": "\ud800\n", "category": "x/y"}
+        rows = [row | odd_columns for row in rows]
+    if MODE.startswith("example"):
+        rows[1] = json.loads(MODE.removeprefix("example"))
+    return rows
+
+
 def main():
     if MODE == "broken":
         raise RuntimeError("this harness is broken")
@@ -157,14 +179,8 @@ def main():
     if MODE == "nonsense":
         print("hello", file=OUT, flush=True)
         time.sleep(600)
-    rows = [{"prompt": "I think of a number from 1 to 20. Find it."}] * NUM_EXAMPLES
-    if MODE == "odd":
-        rows = [
-            row | {"answer": {"\ud800": [10**300]}, "name": "\ud800\n", "category": "x/y"}
-            for row in rows
-        ]
-    if MODE.startswith("example"):
-        rows[1] = json.loads(MODE.removeprefix("example"))
+
+    rows = make_rows()
     if MODE == "no held-out":
         send(type="ready", train=rows, held_out=[])
     elif MODE.startswith("at once"):
@@ -174,7 +190,10 @@ def main():
     if MODE == "flood":
         while True:
             send(type="result", episode=1, noise="x" * 1000)
-    player, pool, num_played = None, ThreadPoolExecutor(512), 0
+
+    player = None
+    pool = ThreadPoolExecutor(512)
+    num_played = 0
     for line in sys.stdin:
         message = json.loads(line)
         if message["type"] == "policy":
@@ -183,17 +202,17 @@ def main():
         if message["type"] == "play":
             num_played += 1
             with LOCK:
-                RUNNING.add(message["episode"])
-                if MODE.startswith("at once") and len(RUNNING) > int(MODE.split()[2]):
-                    sys.exit(f"{len(RUNNING)} episodes at once")
+                EPISODES.add(message["episode"])
+                if MODE.startswith("at once") and len(EPISODES) > int(MODE.split()[2]):
+                    sys.exit(f"{len(EPISODES)} episodes at once")
             if MODE.startswith("dies") and num_played == int(MODE.split()[1]):
                 os._exit(3)
             if MODE == "sleeps" and num_played % 2:
                 continue
-            pool.submit(run, player, message)
+            pool.submit(play_or_send_error, player, message)
 
 
-def run(player, message):
+def play_or_send_error(player, message):
     try:
         player.play(message)
     except Exception as error:

@@ -1,10 +1,14 @@
-"""Over 600 answers of a model that looks for a hole: nobody should run, believe or wait for any of them."""
+"""
+Over 600 answers that attack a verifier.
+
+A verifier must not run them, accept them as right, or take long for them.
+"""
 
 from pathlib import Path
 
 import yaml
 
-PLANTED = "/tmp/gwen-planted-by-an-answer"  # what an answer that runs would make
+PLANTED = "/tmp/gwen-planted-by-an-answer"  # the file that an answer would create if it ran
 DATA = yaml.safe_load(Path(__file__).with_name("attacks.yaml").read_text("utf-8"))
 
 
@@ -24,8 +28,9 @@ _LONG = """
 _CONTROLS = [
     chr(code) * 3 for code in (0, 1, 3, 4, 7, 8, 11, 12, 13, 26, 27, 28, 127, 128, 0x85, 0xA0)
 ]
-_MADE = [eval(text) for line in _LONG.split("\n") for text in line.split(" | ") if text]
-_TEXTS = Path(__file__).with_name("hostile.txt").read_text("utf-8")  # a line each
+_EXPRESSIONS = _LONG.replace("\n", " | ").split(" | ")
+_LONG_TEXTS = [eval(expression) for expression in _EXPRESSIONS if expression]
+_TEXTS = Path(__file__).with_name("hostile.txt").read_text("utf-8")  # one answer per line
 
 # ---- by family
 
@@ -35,33 +40,45 @@ _CALLS = [
     "eval('1')",
     "exec('x=1')",
 ]
-_ZEROS = (
-    "660 6F0 7C0 966 9E6 A66 BE6 E50 F20 1040 17E0 1810 FF10 1D7CE 1FBF0".split()
-)  # digits of other scripts
+# the codes of the digit 0 in other scripts
+_ZEROS = "660 6F0 7C0 966 9E6 A66 BE6 E50 F20 1040 17E0 1810 FF10 1D7CE 1FBF0".split()
 _BRACKETS = r'( )|[ ]|{ }|⟨ ⟩|（ ）|［ ］|< >|\{ \}|\left( \right)|f( )|[[ ]]|{"a": }|sqrt( )|\frac{1}{ }|x_{ }|\sqrt{ }'
-_BEGUN = "10^{ 9**( 2^{2^{ \\int_0^{ \\sum_{n=1}^{ \\left( \\begin{matrix} \\binom{10^9}{ \\prod_{k=1}^{10^8}{ | \\log_{".split()
-_BEGUN += ["\\lim_{x\\to", "\\cdot", "\\int "]
+_OPENINGS = "10^{ 9**( 2^{2^{ \\int_0^{ \\sum_{n=1}^{ \\left( \\begin{matrix} \\binom{10^9}{ \\prod_{k=1}^{10^8}{ | \\log_{".split()
+_OPENINGS += ["\\lim_{x\\to", "\\cdot", "\\int "]
 _SIGNS = "- ~ ! not√ √ \\sqrt \\frac 2^ 2** x_ 1<< ¬ 1/ 1- x, 1;".split()
 
 
-def _nested(pair, depth):
+def _nest(pair, depth):
+    """Nests 1 in a pair of brackets."""
     begin, _, end = pair.partition(" ")
     return begin * depth + "1" + end * depth
 
 
-def _wide(text):
-    return "".join(chr(ord(c) + 0xFEE0) if c.isalnum() and c.isascii() else c for c in text)
+def _to_fullwidth(text):
+    """Replaces letters and digits by their fullwidth forms."""
+    characters = []
+    for character in text:
+        if character.isalnum() and character.isascii():
+            character = chr(ord(character) + 0xFEE0)
+        characters.append(character)
+    return "".join(characters)
 
 
-def _bold(text):
-    return "".join(chr(ord(c) + 0x1D41A - 97) if c.islower() and c.isascii() else c for c in text)
+def _to_bold(text):
+    """Replaces small letters by bold ones of mathematics."""
+    characters = []
+    for character in text:
+        if character.islower() and character.isascii():
+            character = chr(ord(character) + 0x1D41A - 97)
+        characters.append(character)
+    return "".join(characters)
 
 
 _POWERS = "**99999 ^99999 <<99999 !*99999 **9**9 ^9**9 <<9**9 !*9**9 **(-9**9) ^(-9**9) <<(-9**9) !*(-9**9)"
 TEXTS = {
     "homoglyphs": [
-        *map(_wide, _CALLS),
-        *map(_bold, _CALLS),
+        *map(_to_fullwidth, _CALLS),
+        *map(_to_bold, _CALLS),
         *(call.replace("o", "о").replace("e", "е") for call in _CALLS),
         *(call[0] + "\u200d" + call[1:] for call in _CALLS),
     ],
@@ -72,12 +89,8 @@ TEXTS = {
     ],
     "walks": [f"{root}.{walk}" for walk in DATA["walks"].split() for root in ("()", "''", "x")],
     "nesting": [
-        *(
-            _nested(pair, depth)
-            for pair in [*_BRACKETS.split("|"), *_SIGNS]
-            for depth in (90, 2000)
-        ),
-        *(begin * depth + end for begin in _BEGUN for depth in (3, 10_000) for end in ("", "1")),
+        *(_nest(pair, depth) for pair in [*_BRACKETS.split("|"), *_SIGNS] for depth in (90, 2000)),
+        *(begin * depth + end for begin in _OPENINGS for depth in (3, 10_000) for end in ("", "1")),
     ],
     "numbers": [
         *DATA["numbers"].split(),
@@ -95,6 +108,8 @@ TEXTS = {
         for code in (*range(32), 127, 133, 8232, 8238, 65279, 55296, 57343, 1114111)
     ],
 }
-LINES = [*_TEXTS.splitlines(), *_MADE, *_CONTROLS]
-ANSWERS = list(dict.fromkeys([*LINES, *(text for texts in TEXTS.values() for text in texts)]))
+_ALL_ANSWERS = [*_TEXTS.splitlines(), *_LONG_TEXTS, *_CONTROLS]
+for _family_texts in TEXTS.values():
+    _ALL_ANSWERS += _family_texts
+ANSWERS = list(dict.fromkeys(_ALL_ANSWERS))  # without duplicates
 assert len(ANSWERS) > 600

@@ -1,4 +1,4 @@
-"""Several processes of this machine in the place of several machines, connected over loopback as `mlx.launch` does."""
+"""Processes of this machine in place of several machines, connected over loopback like `mlx.launch`."""
 
 import contextlib
 import json
@@ -10,39 +10,49 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 900  # seconds, on a busy machine; nothing here may hang
+TIME_LIMIT = 900  # seconds, on a busy machine
 
 
-def free_hosts(num, directory):
+def write_host_file(num, directory):
+    """Writes a host file of MLX with free ports of this machine; returns its path."""
+    hosts = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        hosts = [[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]
+        for _ in range(num):
+            server = stack.enter_context(socket.socket())
+            server.bind(("127.0.0.1", 0))
+            hosts.append([f"127.0.0.1:{server.getsockname()[1]}"])
     path = Path(directory) / "hosts.json"
     path.write_text(json.dumps(hosts))
     return path
 
 
 class Machines:
-    """`num` processes of one command, by rank; each line of standard output and error is kept."""
+    """`num` processes of one command, in the order of their ranks, with their output."""
 
     def __init__(self, num, directory, *command, base=os.environ, **environments):
-        """base: the variables of all processes. environments: rank0, rank1 ... variables of that process only."""
-        hosts = str(free_hosts(num, directory))
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        shared = base | {"MLX_HOSTFILE": hosts, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
-        self.processes = [
-            subprocess.Popen(
+        """
+        Starts the processes.
+
+        base: the variables of all processes. environments: rank0, rank1 ... are additional
+        variables of one process.
+        """
+        variables = base | {
+            "MLX_HOSTFILE": str(write_host_file(num, directory)),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        self.processes = []
+        for rank in range(num):
+            rank_variables = {"MLX_RANK": str(rank)} | environments.get(f"rank{rank}", {})
+            process = subprocess.Popen(
                 [sys.executable, *map(str, command)],
                 cwd=ROOT,
-                env=shared | {"MLX_RANK": str(rank)} | environments.get(f"rank{rank}", {}),
+                env=variables | rank_variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(num)
-        ]
+            self.processes.append(process)
 
     def __enter__(self):
         return self
@@ -55,15 +65,16 @@ class Machines:
             process.wait()
 
     def read_until(self, text, rank=0):
-        for line in self.processes[rank].stdout:
+        """Reads the output of a rank until a line begins with a text."""
+        process = self.processes[rank]
+        for line in process.stdout:
             if line.startswith(text):
                 return
-        raise AssertionError(
-            f"rank {rank} ended before {text!r}: {self.processes[rank].stderr.read()}"
-        )
+        raise AssertionError(f"rank {rank} ended before {text!r}: {process.stderr.read()}")
 
-    def wait(self, limit=LIMIT):
-        """Exit status, standard output and error of each process, within `limit` seconds."""
+    def wait(self, time_limit=TIME_LIMIT):
+        """Waits for all processes; returns (standard output, standard error), exit status of each."""
         return [
-            (process.communicate(timeout=limit), process.returncode) for process in self.processes
+            (process.communicate(timeout=time_limit), process.returncode)
+            for process in self.processes
         ]

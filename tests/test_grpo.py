@@ -182,7 +182,7 @@ def test_advantages_equal_the_oracle_and_are_zero_for_missing_completions(baseli
 def test_separately_normalized_rewards_equal_the_oracle():
     rewards = np.stack([RNG.integers(0, 2, (4, 8)).astype(float), RNG.normal(0, 30, (4, 8))])
     advantages = grpo.gdpo_decoupled_advantages(rewards, [1.0, 0.5])
-    np.testing.assert_allclose(advantages, oracle.decoupled(rewards, [1.0, 0.5]), atol=1e-5)
+    np.testing.assert_allclose(advantages, oracle.decoupled_advantages(rewards, [1.0, 0.5]), atol=1e-5)
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 123.456])

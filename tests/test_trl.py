@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 import oracle
 import pytest
-from extras import why
+from extras import missing_message
 from mlx.utils import tree_flatten
 from test_grpo import (
     BOUNDS,
@@ -41,8 +41,8 @@ from step.loss import StepLoss
 from step.sample import Sample
 from text import foreign_names
 
-trl = pytest.importorskip("trl", reason=why("trl"))
-torch = pytest.importorskip("torch", reason=why("torch"))
+trl = pytest.importorskip("trl", reason=missing_message("trl"))
+torch = pytest.importorskip("torch", reason=missing_message("torch"))
 
 
 def make_fake_trainer(case, **settings):

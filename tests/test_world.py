@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import read_log, write_log
-from machines import LIMIT, Machines
+from machines import TIME_LIMIT, Machines
 from small_run import SMALL_FLAGS, make_run, record_gradient, sample_first_prompts
 
 import train
@@ -354,7 +354,7 @@ except ValueError as error:
 def test_a_machine_that_hangs_ends_the_others_with_one_line(tmp_path):
     with Machines(2, tmp_path, "-c", HANGING) as machines:
         process = machines.processes[0]
-        output, errors = process.communicate(timeout=LIMIT)
+        output, errors = process.communicate(timeout=TIME_LIMIT)
     assert output.endswith("a slow link does not count as a machine that hangs\n")
     assert process.returncode == 1
     assert "error: a machine hangs" in errors

@@ -1,1 +1,1 @@
-"""Metal kernels verified without a Mac: an emulator for `mx.fast.metal_kernel`."""
+"""An emulator for `mx.fast.metal_kernel`, which verifies Metal kernels without a Mac."""

@@ -1,7 +1,8 @@
 """
-Where Metal kernels run in these tests: on the GPU of a Mac, elsewhere on the emulator.
+Fixtures that run Metal kernels: on the GPU of a Mac, and elsewhere on the emulator.
 
-Without a compiler for the emulator `tests/conftest.py` leaves these tests out, except where CI is set: there they fail.
+The emulator needs a compiler. If there is none, `tests/conftest.py` leaves these tests out.
+Where CI is set, they fail instead.
 """
 
 from collections.abc import Iterator
@@ -14,23 +15,27 @@ from metal import emulator, toolchain
 
 @pytest.fixture(scope="session")
 def compiler() -> None:
-    """A compiler for the emulator is there."""
-    toolchain.require()
+    """Fails if there is no compiler for the emulator."""
+    toolchain.require_toolchain()
 
 
 @pytest.fixture
-def emulated(compiler: None) -> None:
-    """For tests of the emulator itself, which have no meaning on a GPU."""
+def needs_emulator(compiler: None) -> None:
+    """Skips tests of the emulator itself on a Mac, where the emulator is not used."""
     if mx.metal.is_available():
         pytest.skip("the emulator is for machines without Metal; here the kernels run on the GPU")
 
 
 @pytest.fixture(params=["check"])
 def metal(request: pytest.FixtureRequest) -> Iterator[str]:
-    """`mx.fast.metal_kernel` works: on a Mac on the GPU, elsewhere emulated in the mode that `indirect` names."""
+    """
+    Makes `mx.fast.metal_kernel` work; returns "gpu" or the emulator's mode.
+
+    A test chooses the mode with `indirect`.
+    """
     if mx.metal.is_available():
         yield "gpu"
         return
     request.getfixturevalue("compiler")
-    with emulator.patched(request.param):
+    with emulator.emulate_metal(request.param):
         yield request.param

@@ -1,12 +1,13 @@
 """
-The compiler of the emulator: found, called, its results cached by content.
+The compiler of the emulator: this module finds it, calls it, and caches its results.
 
-A clang of 17 or later compiles Metal's dialect of C++14 with address spaces, 16-bit floats and vectors. The system's is
-taken if there is one, else the one inside the package `ziglang`, which needs no root. Neither the kernels nor the
-runtime include a header of the system, and nothing is linked but their own objects.
+Clang 17 or later compiles Metal's dialect of C++14 with address spaces, 16-bit floats and vectors.
+The system's clang is used if there is one. Otherwise the clang of the package `ziglang` is used,
+which needs no root. The kernels and the runtime include no header of the system and link no other
+library.
 
-Results lie in the user's cache directory under the hash of everything that went into them. They are moved there whole,
-so that runs beside each other can share it.
+The results are in the user's cache directory. The name of a file is the hash of all inputs. Each
+result is written elsewhere and then moved there, so several processes can share the cache.
 """
 
 import functools
@@ -27,7 +28,7 @@ DIALECT = [
     *"-std=c++17 -fPIC -nostdinc -fno-exceptions -fno-rtti -fno-math-errno -ffp-contract=off".split(),
     "-fno-stack-protector",
     f"-I{HERE}",
-    # every operation on 16-bit floats rounds to 16 bits, as on a GPU
+    # Every operation on 16-bit floats rounds to 16 bits, as on a GPU.
     *"-Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none".split(),
 ]
 
@@ -38,7 +39,7 @@ MISSING = (
 
 
 class CompileError(Exception):
-    """The compiler's complaints."""
+    """An error with the compiler's messages."""
 
 
 class Toolchain(NamedTuple):
@@ -48,93 +49,121 @@ class Toolchain(NamedTuple):
 
 
 @functools.cache
-def find() -> Toolchain | None:
-    """The compiler to use, None if there is none."""
-    for name in ("clang++", *(f"clang++-{version}" for version in range(30, MIN_CLANG - 1, -1))):
-        if (path := shutil.which(name)) and (version := clang_version([path])) >= MIN_CLANG:
+def find_toolchain() -> Toolchain | None:
+    """The compiler to use, or None if there is none."""
+    versions = range(30, MIN_CLANG - 1, -1)
+    for name in ("clang++", *(f"clang++-{version}" for version in versions)):
+        path = shutil.which(name)
+        if path is None:
+            continue
+        version = clang_version([path])
+        if version >= MIN_CLANG:
             return Toolchain((path,), (path, "-shared", "-nostdlib"), f"{path} {version}")
-    if (package := importlib.util.find_spec("ziglang")) and package.origin:
-        zig = str(Path(package.origin).parent / "zig")
-        target = f"{platform.machine()}-linux-gnu"
-        version = clang_version([zig, "clang"])
-        return Toolchain(
-            (zig, "clang", "-target", target), (zig, "ld.lld", "-shared"), f"{zig} {version}"
-        )
-    return None
+
+    package = importlib.util.find_spec("ziglang")
+    if package is None or not package.origin:
+        return None
+    zig = str(Path(package.origin).parent / "zig")
+    target = f"{platform.machine()}-linux-gnu"
+    return Toolchain(
+        compile=(zig, "clang", "-target", target),
+        link=(zig, "ld.lld", "-shared"),
+        version=f"{zig} {clang_version([zig, 'clang'])}",
+    )
 
 
 def clang_version(command: list[str]) -> int:
-    """The major version of a clang, 0 if it is none."""
+    """The major version of a clang, or 0 if the command is no clang."""
     output = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
     match = re.search(r"clang version (\d+)", output)
     return int(match[1]) if match else 0
 
 
-def ensure_cache_directory() -> Path:
+def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gwen" / "metal"
 
 
-def require() -> Toolchain:
-    toolchain = find()
+def require_toolchain() -> Toolchain:
+    toolchain = find_toolchain()
     if toolchain is None:
         raise CompileError(f"kernels cannot be run, {MISSING}")
     return toolchain
 
 
-def cached(inputs: list[str], suffix: str) -> Path:
-    """Where the result of these inputs lies, or is to be put."""
+def cache_path(inputs: list[str], suffix: str) -> Path:
+    """The path of the result of these inputs in the cache; the file may not exist yet."""
     headers = [(HERE / name).read_text() for name in ("runtime.h", "metal_stdlib.h")]
-    key = hashlib.sha256(
-        repr([inputs, headers, require().version, platform.machine()]).encode()
-    ).hexdigest()[:24]
-    return ensure_cache_directory() / f"{key}{suffix}"
+    everything = [inputs, headers, require_toolchain().version, platform.machine()]
+    key = hashlib.sha256(repr(everything).encode()).hexdigest()[:24]
+    return cache_directory() / f"{key}{suffix}"
 
 
-def run(command: list[str], source: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, input=source, capture_output=True, text=True)
-    if done.returncode:
-        raise CompileError(done.stderr)
-    return done
+def run_compiler(command: list[str], source: str) -> str:
+    """Runs a command; returns its warnings, or raises CompileError with its errors."""
+    process = subprocess.run(command, input=source, capture_output=True, text=True)
+    if process.returncode:
+        raise CompileError(process.stderr)
+    return process.stderr
 
 
 SCRATCH = tempfile.TemporaryDirectory()
 
 
 @functools.cache
-def parsed(beginning: str, flags: tuple[str, ...]) -> str:
-    """The file of a beginning that many programs share, which is half of what it takes to check one, parsed once."""
-    path = f"{SCRATCH.name}/{hashlib.sha256(repr([beginning, flags]).encode()).hexdigest()}.pch"
-    run([*require().compile, "-x", "c++-header", *DIALECT, *flags, "-", "-o", path], beginning)
+def precompile_prologue(prologue: str, flags: tuple[str, ...]) -> str:
+    """
+    Precompiles a prologue that many programs share; returns the path.
+
+    To parse the prologue takes half of the time of a check.
+    """
+    key = hashlib.sha256(repr([prologue, flags]).encode()).hexdigest()
+    path = f"{SCRATCH.name}/{key}.pch"
+    compiler = [*require_toolchain().compile, "-x", "c++-header", *DIALECT]
+    run_compiler([*compiler, *flags, "-", "-o", path], prologue)
     return path
 
 
-def compiled(beginning: str, source: str, flags: list[str], *how: str) -> str:
-    """Compiles a source text after a beginning; the compiler's warnings. CompileError on errors."""
-    shared = ["-include-pch", parsed(beginning, tuple(flags))] if beginning else []
-    return run(
-        [*require().compile, "-x", "c++", *DIALECT, *shared, *flags, "-", *how], source
-    ).stderr
+def compile_source(prologue: str, source: str, flags: list[str], *output_flags: str) -> str:
+    """
+    Compiles a prologue and a source; returns the compiler's warnings.
+
+    Raises CompileError with the compiler's errors.
+    """
+    prologue_flags = []
+    if prologue:
+        prologue_flags = ["-include-pch", precompile_prologue(prologue, tuple(flags))]
+    compiler = [*require_toolchain().compile, "-x", "c++", *DIALECT]
+    return run_compiler([*compiler, *prologue_flags, *flags, "-", *output_flags], source)
 
 
-def check(beginning: str, source: str, flags: list[str]) -> str:
-    """Compiles without output; the compiler's warnings. CompileError on errors."""
-    warnings = cached([beginning, source, *flags], ".txt")
-    if not warnings.exists():
-        said = compiled(beginning, source, flags, "-fsyntax-only")
-        warnings.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=warnings.parent, delete=False) as file:
-            file.write(said)
-        os.replace(file.name, warnings)
-    return warnings.read_text()
+def check_syntax(prologue: str, source: str, flags: list[str]) -> str:
+    """
+    Compiles without output; returns the compiler's warnings.
+
+    Raises CompileError with the compiler's errors.
+    """
+    path = cache_path([prologue, source, *flags], ".txt")
+    if not path.exists():
+        warnings = compile_source(prologue, source, flags, "-fsyntax-only")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(warnings)
+        os.replace(file.name, path)
+    return path.read_text()
 
 
-def build(beginning: str, source: str, flags: list[str]) -> Path:
-    """The library made of a source text. CompileError says what is wrong with it."""
-    library = cached([beginning, source, *flags], ".so")
+def build_library(prologue: str, source: str, flags: list[str]) -> Path:
+    """
+    The path of the library built from a source.
+
+    Raises CompileError with the compiler's errors.
+    """
+    library = cache_path([prologue, source, *flags], ".so")
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            compiled(beginning, source, flags, "-c", "-o", f"{scratch}/kernel.o")
-            run([*require().link, f"{scratch}/kernel.o", "-o", f"{scratch}/kernel.so"], "")
+            compile_source(prologue, source, flags, "-c", "-o", f"{scratch}/kernel.o")
+            link = [*require_toolchain().link, f"{scratch}/kernel.o"]
+            run_compiler([*link, "-o", f"{scratch}/kernel.so"], "")
             os.replace(f"{scratch}/kernel.so", library)
     return library

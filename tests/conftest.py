@@ -1,13 +1,14 @@
 """
-What many tests share: tiny checkpoints of every supported family, a tokenizer, and checks.
+Fixtures and helpers of many tests: tiny checkpoints of every family, a tokenizer, and checks.
 
-Checkpoints are in the layout of a hub model. Their weights are random, with a fixed seed, and none
-has its usual initial value: the loss of a bias of 0 or of a norm weight of 1 would go unnoticed.
+Checkpoints have the layout of a hub model. Their weights are random, with a fixed seed. No weight
+has its usual initial value, since a test would not notice that a bias of 0 or a norm weight of 1 is
+missing.
 """
 
 import os
 
-# The library reads it when it is loaded. One thread is steadier on a busy machine.
+# OpenBLAS reads this variable when it is loaded. On a busy machine, times vary less with 1 thread.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
@@ -93,8 +94,7 @@ SMOLLM3 = LLAMA | {
     "pad_token_id": 0,
 }
 HYBRID_TEXT = {
-    key: value for key, value in QWEN3.items() if key not in ("architectures", "rope_theta")
-} | {
+    **{key: value for key, value in QWEN3.items() if key not in ("architectures", "rope_theta")},
     "model_type": "qwen3_5_text",
     "num_hidden_layers": 4,
     "full_attention_interval": 3,
@@ -146,20 +146,23 @@ def seed_generators(request: pytest.FixtureRequest) -> None:
         request.module.RNG = np.random.default_rng(0)
 
 
-def lacks_compiler() -> bool:
+def must_skip_kernels() -> bool:
     """Whether tests of kernels are left out. Where CI is set, they fail instead."""
     return not (mx.metal.is_available() or os.environ.get("CI") or toolchain.find_toolchain())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests that need a compiler if there is none. A line at the end says so."""
-    if not lacks_compiler():
+    """Leaves out tests of kernels without a compiler. A line at the end gives the reason."""
+    if not must_skip_kernels():
         return
     left_out = []
     remaining = []
     for item in items:
         needs_compiler = {"compiler", "metal"} & set(getattr(item, "fixturenames", ()))
-        (left_out if needs_compiler else remaining).append(item)
+        if needs_compiler:
+            left_out.append(item)
+        else:
+            remaining.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = remaining
 
@@ -174,23 +177,24 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if lacks_compiler():
+    if must_skip_kernels():
         terminalreporter.write_line(f"tests/metal: kernels were not run, {toolchain.MISSING}")
 
 
 def catch_message(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """The message of the ValueError that a function must raise. It must be one line."""
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError) as error_info:
         function(*args, **kwargs)
-    is_own_error = type(caught.value) in (ValueError, UserFunctionError)
-    assert is_own_error, "a subclass, which this project did not raise"
-    message = str(caught.value)
-    assert "\n" not in message and len(message) < 700, message
+    is_raised_by_gwen = type(error_info.value) in (ValueError, UserFunctionError)
+    assert is_raised_by_gwen, "Gwen raises no other subclass of ValueError"
+    message = str(error_info.value)
+    assert "\n" not in message, message
+    assert len(message) < 700, message
     return message
 
 
 def mark_readable(judge: Any) -> Any:
-    """Records a readable score of a remote judge, so that failures do not end its use."""
+    """Records a readable score of a remote judge, so that the judge tolerates failures."""
     judge.cache.scores["an earlier question"] = 3.0
     return judge
 
@@ -201,7 +205,7 @@ def run_command(
     """
     Runs a command in its own process, as a user does.
 
-    environment: variables that are added to those of the tests. options: of `subprocess.run`.
+    environment: additional variables. options: of `subprocess.run`.
     """
     defaults = {"cwd": ROOT, "env": os.environ | (environment or {})}
     return subprocess.run(
@@ -220,7 +224,7 @@ def read_tree(directory: Path) -> dict[str, bytes | None]:
 
 
 def measure_peak(compute: Callable[[], Any]) -> int:
-    """The peak memory in bytes of a function and of the arrays that it returns."""
+    """The peak memory in bytes while a function runs and its arrays are evaluated."""
     mx.clear_cache()
     bytes_before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -234,8 +238,11 @@ def check_error_line(printed: str, pattern: str) -> str:
     other_lines = "... ", "WARNING after step"
     lines = printed.splitlines(keepends=True)
     line = "".join(line for line in lines if not line.startswith(other_lines))
-    assert line.startswith("error: ") and line.endswith("\n") and line.count("\n") == 1, line
-    assert "Traceback" not in line and len(line) < 1000, line
+    assert line.startswith("error: "), line
+    assert line.endswith("\n"), line
+    assert line.count("\n") == 1, line
+    assert "Traceback" not in line, line
+    assert len(line) < 1000, line
     assert re.search(pattern, line), line
     return line
 
@@ -270,7 +277,7 @@ def make_whole_prompts(builder: Any, prompt: str, completion: str) -> list[list[
 
 
 def json_values(*keys: str) -> hypothesis.strategies.SearchStrategy[Any]:
-    """Any content of a JSON file, whose objects have some of these keys."""
+    """Any JSON value; the objects in it have some of these keys."""
     scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 
     def make_containers(values):
@@ -298,73 +305,76 @@ def draw_normal(*shape: int, scale: float = 1.0) -> mx.array:
     return mx.array(RNG.normal(0, scale, shape).astype(np.float32))
 
 
-def relative_error(ours: mx.array, theirs: mx.array) -> float:
-    """The largest difference, as a fraction of the largest value of `theirs`."""
-    ours, theirs = np.array(ours.astype(mx.float32)), np.array(theirs.astype(mx.float32))
-    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+def relative_error(array: mx.array, expected: mx.array) -> float:
+    """The largest difference, as a fraction of the largest expected value."""
+    array = np.array(array.astype(mx.float32))
+    expected = np.array(expected.astype(mx.float32))
+    return float(np.abs(array - expected).max() / np.abs(expected).max())
 
 
 def make_random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
-    """Float32 tensors by their Hugging Face names. None has its usual initial value."""
+    """Float32 tensors by Hugging Face name. No tensor has its usual initial value."""
     rng = np.random.default_rng(seed)
     prefix = "model"
     if "text_config" in config:
         prefix = "model.language_model"
         config = config["text_config"]
     is_hybrid = config["model_type"] == "qwen3_5_text"
-    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    hidden = config["hidden_size"]
+    width = config["intermediate_size"]
+    vocab = config["vocab_size"]
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
     head_dim = config.get("head_dim", hidden // heads)
 
-    def matrix(rows: int, columns: int) -> np.ndarray:
+    def draw_matrix(rows: int, columns: int) -> np.ndarray:
         scale = 1.0 if is_hybrid else 1.5  # a hybrid magnifies rounding errors
         return rng.normal(0, scale / columns**0.5, (rows, columns))
 
-    def norm(size: int) -> np.ndarray:
+    def draw_norm(size: int) -> np.ndarray:
         return rng.normal(0 if is_hybrid else 1, 0.3, size)
 
     weights = {f"{prefix}.embed_tokens.weight": rng.normal(0, 0.4, (vocab, hidden))}
-    weights[f"{prefix}.norm.weight"] = norm(hidden)
+    weights[f"{prefix}.norm.weight"] = draw_norm(hidden)
     for layer in range(config["num_hidden_layers"]):
-        attention, mlp = f"{prefix}.layers.{layer}.self_attn", f"{prefix}.layers.{layer}.mlp"
+        attention = f"{prefix}.layers.{layer}.self_attn"
+        mlp = f"{prefix}.layers.{layer}.mlp"
         if is_hybrid and (layer + 1) % config["full_attention_interval"]:
             net = f"{prefix}.layers.{layer}.linear_attn"
             key_rows = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-            nets = config["linear_num_value_heads"]
-            value_rows = nets * config["linear_value_head_dim"]
-            for name, rows in (
-                ("qkv", 2 * key_rows + value_rows),
-                ("z", value_rows),
-                ("b", nets),
-                ("a", nets),
-            ):
-                weights[f"{net}.in_proj_{name}.weight"] = matrix(rows, hidden)
-            weights[f"{net}.conv1d.weight"] = rng.normal(0, 0.5, (2 * key_rows + value_rows, 1, 4))
-            weights[f"{net}.A_log"] = np.log(rng.uniform(0.01, 4, nets))
-            weights[f"{net}.dt_bias"] = rng.normal(-2, 1, nets)
+            value_heads = config["linear_num_value_heads"]
+            value_rows = value_heads * config["linear_value_head_dim"]
+            qkv_rows = 2 * key_rows + value_rows
+            num_rows = {"qkv": qkv_rows, "z": value_rows, "b": value_heads, "a": value_heads}
+            for name, rows in num_rows.items():
+                weights[f"{net}.in_proj_{name}.weight"] = draw_matrix(rows, hidden)
+            weights[f"{net}.conv1d.weight"] = rng.normal(0, 0.5, (qkv_rows, 1, 4))
+            weights[f"{net}.A_log"] = np.log(rng.uniform(0.01, 4, value_heads))
+            weights[f"{net}.dt_bias"] = rng.normal(-2, 1, value_heads)
             weights[f"{net}.norm.weight"] = rng.normal(1, 0.3, config["linear_value_head_dim"])
-            weights[f"{net}.out_proj.weight"] = matrix(hidden, value_rows)
+            weights[f"{net}.out_proj.weight"] = draw_matrix(hidden, value_rows)
         else:
-            for name, rows in (("q", heads * (1 + is_hybrid)), ("k", kv_heads), ("v", kv_heads)):
-                weights[f"{attention}.{name}_proj.weight"] = matrix(rows * head_dim, hidden)
+            num_heads = {"q": heads * (1 + is_hybrid), "k": kv_heads, "v": kv_heads}
+            for name, rows in num_heads.items():
+                weights[f"{attention}.{name}_proj.weight"] = draw_matrix(rows * head_dim, hidden)
                 if config["model_type"] == "qwen2":
                     weights[f"{attention}.{name}_proj.bias"] = rng.normal(0, 0.5, rows * head_dim)
-            weights[f"{attention}.o_proj.weight"] = matrix(hidden, heads * head_dim)
+            weights[f"{attention}.o_proj.weight"] = draw_matrix(hidden, heads * head_dim)
             if config["model_type"] in ("qwen3", "qwen3_5_text"):
                 for name in "qk":
-                    weights[f"{attention}.{name}_norm.weight"] = norm(head_dim)
+                    weights[f"{attention}.{name}_norm.weight"] = draw_norm(head_dim)
         for name in ("gate", "up"):
-            weights[f"{mlp}.{name}_proj.weight"] = matrix(width, hidden)
-        weights[f"{mlp}.down_proj.weight"] = matrix(hidden, width)
-        weights[f"{prefix}.layers.{layer}.input_layernorm.weight"] = norm(hidden)
-        weights[f"{prefix}.layers.{layer}.post_attention_layernorm.weight"] = norm(hidden)
+            weights[f"{mlp}.{name}_proj.weight"] = draw_matrix(width, hidden)
+        weights[f"{mlp}.down_proj.weight"] = draw_matrix(hidden, width)
+        weights[f"{prefix}.layers.{layer}.input_layernorm.weight"] = draw_norm(hidden)
+        weights[f"{prefix}.layers.{layer}.post_attention_layernorm.weight"] = draw_norm(hidden)
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = rng.normal(0, 0.4, (vocab, hidden))
     return {name: mx.array(array.astype(np.float32)) for name, array in weights.items()}
 
 
 def write_checkpoint(directory: Path, config: dict[str, Any], num_shards: int = 1) -> Path:
-    """Writes a model directory without a tokenizer. Several shards have an index."""
+    """Writes a model directory without a tokenizer, and an index if there are several shards."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(
@@ -380,23 +390,18 @@ def write_checkpoint(directory: Path, config: dict[str, Any], num_shards: int = 
     for shard in range(num_shards):
         file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
         names = sorted(weights)[shard::num_shards]
-        mx.save_safetensors(
-            str(directory / file),
-            {name: weights[name] for name in names},
-            metadata={"format": "pt"},
-        )
+        tensors = {name: weights[name] for name in names}
+        mx.save_safetensors(str(directory / file), tensors, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
-    index = {
-        "metadata": {"total_size": sum(a.nbytes for a in weights.values())},
-        "weight_map": weight_map,
-    }
+    total_size = sum(weight.nbytes for weight in weights.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory for each configuration; "qwen2.5" has three shards."""
+    """The directory of each configuration's checkpoint; "qwen2.5" has three shards."""
     root = tmp_path_factory.mktemp("checkpoints")
     directories = {}
     for name, config in CONFIGS.items():

@@ -1,12 +1,14 @@
 """
-Small runs on the bundled models: six that many tests read, and eight whose outputs two commits are compared by.
+Small runs on the bundled models: six for tests, and eight that compare two commits.
 
-Tests: each of the six is made once a session. Tests copy a run before they change it. Processes of pytest-xdist share
-the runs: the first process that asks for a run makes it, under a lock, while the others wait.
+Tests read the six runs. Each run is made once per session, and a test copies it before it changes
+it. Processes of pytest-xdist share the runs: the first process that needs a run makes it, under a
+lock, while the others wait.
 
-Commits: `python -m tests.golden --save DIR` writes the outputs of the eight in one commit, `--compare DIR` repeats them
-in another commit and names the first difference. It uses only commands, flags and files of a run that users rely on, so
-it outlives a change of everything inside. Times, versions, settings and paths are left out.
+`python -m tests.golden --save DIR` writes the outputs of the eight runs in one commit. `--compare
+DIR` repeats the runs in another commit and names the first difference. It uses only commands, flags
+and files that users rely on, so it works after any internal change. Times, versions, settings and
+paths are left out.
 """
 
 import argparse
@@ -34,8 +36,8 @@ REPLY = {"role": "assistant", "content": "It is {0}."}
 RUNS = {
     "grpo": "",
     "kl": "--beta 0.05 --mini-batches 2 --num-iterations 2",
-    "sft": "--loss-type sft --data {at}/chats.jsonl",
-    "distill": "--loss-type distill --teacher self --teacher-prompt {at}/teacher.txt",
+    "sft": "--loss-type sft --data {inputs}/chats.jsonl",
+    "distill": "--loss-type distill --teacher self --teacher-prompt {inputs}/teacher.txt",
     "tools": "--model demo:tools --task calculator --max-tokens 48",
     "judge": "--judge-mode decode --judge-think 4",
 }
@@ -47,57 +49,59 @@ def write_inputs(directory: Path) -> None:
     (directory / "warmer.py").write_text(ENVIRONMENT)
     with (directory / "chats.jsonl").open("w") as chats:
         for number in range(40):
-            messages = [
-                message | {"content": message["content"].format(number)}
-                for message in (QUESTION, REPLY)
-            ]
-            chats.write(json.dumps({"messages": messages}) + "\n")
+            question = QUESTION | {"content": QUESTION["content"].format(number)}
+            reply = REPLY | {"content": REPLY["content"].format(number)}
+            chats.write(json.dumps({"messages": [question, reply]}) + "\n")
 
 
-# ---- six runs that tests read
+# ---- six runs for tests
 
 
-def flags_of(kind: str, at: Path) -> list[str]:
-    small = SMALL.replace("--groups 4 --max-tokens 8 ", "") if kind == "sft" else SMALL
-    return f"{small} {RUNS[kind].format(at=at)}".split()
+def run_flags(kind: str, inputs: Path) -> list[str]:
+    small = SMALL
+    if kind == "sft":
+        small = SMALL.replace("--groups 4 --max-tokens 8 ", "")
+    return f"{small} {RUNS[kind].format(inputs=inputs)}".split()
 
 
-def make(kind: str, run: Path) -> None:
-    """Trains in this process; what it prints stands beside the run, in NAME.out."""
+def train_run(kind: str, run: Path) -> None:
+    """Trains in this process; writes the printed output to NAME.out in the parent directory."""
     import train
 
     write_inputs(run.parent)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        train.main([*flags_of(kind, run.parent), "--run-dir", str(run)])
-    (run.parent / f"{kind}.out").write_text(printed.getvalue())
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        train.main([*run_flags(kind, run.parent), "--run-dir", str(run)])
+    (run.parent / f"{kind}.out").write_text(output.getvalue())
 
 
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A function that gives the directory of a run, by its kind. Nobody writes there."""
+    """A function that returns the directory of a run of one kind. No test writes there."""
     base = tmp_path_factory.getbasetemp()
-    at = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "golden"
-    at.mkdir(exist_ok=True)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    directory = base / "golden"
+    directory.mkdir(exist_ok=True)
 
     def golden(kind: str) -> Path:
-        with (at / f"{kind}.lock").open("w") as lock:
+        with (directory / f"{kind}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (at / f"{kind}.out").exists():
-                make(kind, at / kind)
-        return at / kind
+            if not (directory / f"{kind}.out").exists():
+                train_run(kind, directory / kind)
+        return directory / kind
 
     return golden
 
 
-# ---- eight runs that two commits are compared by
+# ---- eight runs that compare two commits
 
 ENVIRONMENT = '''
 import random
 
 
 class Warmer:
-    """Rewards each turn for how near its last guess was."""
+    """Rewards each turn by the nearness of its last guess."""
 
     reward_per_turn = True
 
@@ -124,13 +128,13 @@ class Warmer:
         return nearness
 '''
 
-FROZEN_FLAGS = "--batch 2 --save-every 1 --eval-every 2 --eval-limit 8 --seed 3"
+COMPARED_FLAGS = "--batch 2 --save-every 1 --eval-every 2 --eval-limit 8 --seed 3"
 SAMPLED = "--groups 4 --max-tokens 12"
-# Where tools answer, one row is decoded at a time: beside which others a row is decoded depends on the answers' times,
-# and a matmul of another height may round differently.
+# A run with tools decodes one row at a time. Otherwise the number of rows in a decoding step would
+# depend on the time that tools take, and matmuls with more rows may round differently.
 ONE_ROW = "--model demo:tools --groups 4 --rollout-batch-size 1 --max-context 256"
-# Each has settings that the others lack. Large steps without a bound let the ratio pass its clip.
-FROZEN = {
+# Each run has settings that the others lack. With large steps and no --target-kl, ratios are clipped.
+COMPARED_RUNS = {
     "judge": f"--model demo {SAMPLED} --steps 3 --rubric data/demo_rubric.yaml --loss-type grpo --num-iterations 2"
     " --learning-rate 0.03 --target-kl 0",
     "weights": f"--model demo {SAMPLED} --steps 3 --lora-rank 0 --beta 0.05 --temp 1.2 --top-p 0.9",
@@ -145,53 +149,50 @@ FROZEN = {
 RESUMED_STEPS = 4
 NUM_PROCESSES = {"processes": 2}
 
-# In the order in which a difference arises: what is sampled, what is learned of it, what that gives.
+# in the order in which a difference arises: rollouts, updates, evaluations
 LOGS = ("rollouts.jsonl", "metrics.jsonl", "eval_answers.jsonl", "eval.jsonl")
 ADAPTERS = ("adapter", "adapter-best")
-IS_TIME = re.compile(
-    r"(/s|_s|tok_s)$|tok_s/|^mem/|^seconds$|^tokens/total$"
-)  # keys that depend on the clock and the machine, and a sum that earlier commits did not write
-USERS_VARIABLES = ("GWEN_", "RUBRIC_", "WANDB_", "MLX_", "OPENAI_", "HF_")
+# Keys that depend on the clock and the machine, and a sum that earlier commits did not write.
+TIMED_KEY = re.compile(r"(/s|_s|tok_s)$|tok_s/|^mem/|^seconds$|^tokens/total$")
+USER_VARIABLES = ("GWEN_", "RUBRIC_", "WANDB_", "MLX_", "OPENAI_", "HF_")
 
 
-def frozen_environment() -> dict[str, str]:
-    """The variables of a run: those of this process without a user's settings, on one thread and without a hub."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(USERS_VARIABLES)
+def make_run_environment() -> dict[str, str]:
+    """The variables of this process without a user's settings, with one thread and without a hub."""
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith(USER_VARIABLES)
     }
-    return kept | {"OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
+    return variables | {"OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
 
 
 def train_in_processes(flags: list[str], num_processes: int, directory: Path) -> None:
-    """Runs `train.py` in one process, or in several that are connected. Raises RuntimeError with what it printed."""
+    """
+    Runs `train.py` in one process or in several connected processes.
+
+    Raises RuntimeError with the errors that a failed process printed.
+    """
+    environment = make_run_environment()
     if num_processes == 1:
         command = [sys.executable, "train.py", *flags]
-        done = subprocess.run(
-            command, cwd=ROOT, env=frozen_environment(), capture_output=True, text=True
-        )
-        results = [((done.stdout, done.stderr), done.returncode)]
+        process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        results = [((process.stdout, process.stderr), process.returncode)]
     else:
         from tests.machines import Machines
 
-        with Machines(
-            num_processes, directory, "train.py", *flags, base=frozen_environment()
-        ) as machines:
+        command = ["train.py", *flags]
+        with Machines(num_processes, directory, *command, base=environment) as machines:
             results = machines.wait()
     for (_, errors), status in results:
         if status:
             raise RuntimeError(f"train.py {' '.join(flags)} ended with status {status}:\n{errors}")
 
 
-def make_frozen(name: str, directory: Path) -> Path:
-    """Trains a run of FROZEN below a directory; returns the run's directory."""
+def train_compared_run(name: str, directory: Path) -> Path:
+    """Trains a run of COMPARED_RUNS below a directory; returns the run's directory."""
     write_inputs(directory)
     run = directory / name
-    flags = [
-        *FROZEN_FLAGS.split(),
-        *FROZEN[name].format(inputs=directory).split(),
-        "--run-dir",
-        str(run),
-    ]
+    flags = [*COMPARED_FLAGS.split(), *COMPARED_RUNS[name].format(inputs=directory).split()]
+    flags += ["--run-dir", str(run)]
     train_in_processes(flags, NUM_PROCESSES.get(name, 1), directory)
     if name == "resumed":
         train_in_processes(["--resume", str(run), "--steps", str(RESUMED_STEPS)], 1, directory)
@@ -199,16 +200,18 @@ def make_frozen(name: str, directory: Path) -> Path:
 
 
 def strip_times(value: Any) -> Any:
-    """A value of JSON without the keys that hold times, at any depth."""
+    """A JSON value without the keys of times, at any depth."""
     if isinstance(value, dict):
-        return {key: strip_times(inner) for key, inner in value.items() if not IS_TIME.search(key)}
+        return {
+            key: strip_times(inner) for key, inner in value.items() if not TIMED_KEY.search(key)
+        }
     if isinstance(value, list):
         return [strip_times(inner) for inner in value]
     return value
 
 
-def collect(run: Path, out: Path) -> None:
-    """Copies to `out` what two commits must have in common of a run: logs without times, and adapters."""
+def copy_outputs(run: Path, out: Path) -> None:
+    """Copies the outputs of a run that must not change: logs without times, and adapters."""
     out.mkdir(parents=True)
     for log in LOGS:
         with (run / log).open() as lines, (out / log).open("w") as stripped:
@@ -222,21 +225,26 @@ def collect(run: Path, out: Path) -> None:
 # ---- the first difference
 
 
-def describe(value: object) -> str:
-    """A value as a reader sees it, cut to a line."""
+def shorten(value: object) -> str:
+    """A value as JSON in one line, cut to 120 characters."""
     text = json.dumps(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def find_value_difference(saved: Any, now: Any, place: str) -> str | None:
-    """The first place where two values of JSON differ, with both values there. A nan equals a nan, 1 is not 1.0."""
+    """
+    The first place where two JSON values differ, with both values, or None.
+
+    Two nans are equal, and 1 differs from 1.0.
+    """
     if isinstance(saved, dict) and isinstance(now, dict):
-        for key in [*saved, *(key for key in now if key not in saved)]:
+        new_keys = [key for key in now if key not in saved]
+        for key in [*saved, *new_keys]:
             inner = f"{place}, {json.dumps(key)}"
             if key not in now:
-                return f"{inner}: saved {describe(saved[key])}, now absent"
+                return f"{inner}: saved {shorten(saved[key])}, now absent"
             if key not in saved:
-                return f"{inner}: saved absent, now {describe(now[key])}"
+                return f"{inner}: saved absent, now {shorten(now[key])}"
             difference = find_value_difference(saved[key], now[key], inner)
             if difference:
                 return difference
@@ -253,17 +261,16 @@ def find_value_difference(saved: Any, now: Any, place: str) -> str | None:
 
     if json.dumps(saved) == json.dumps(now):
         return None
-    return f"{place}: saved {describe(saved)}, now {describe(now)}"
+    return f"{place}: saved {shorten(saved)}, now {shorten(now)}"
 
 
 def find_log_difference(saved: Path, now: Path, place: str) -> str | None:
-    """The first line of two JSONL files that differs."""
+    """The first difference of two JSONL files, or None."""
     saved_lines = saved.read_text().splitlines()
     now_lines = now.read_text().splitlines()
     for number, (old, new) in enumerate(zip(saved_lines, now_lines, strict=False), 1):
-        difference = find_value_difference(
-            json.loads(old), json.loads(new), f"{place}, line {number}"
-        )
+        line_place = f"{place}, line {number}"
+        difference = find_value_difference(json.loads(old), json.loads(new), line_place)
         if difference:
             return difference
     if len(saved_lines) != len(now_lines):
@@ -272,7 +279,7 @@ def find_log_difference(saved: Path, now: Path, place: str) -> str | None:
 
 
 def find_tensor_difference(saved: Path, now: Path, place: str) -> str | None:
-    """The first tensor of two safetensors files that differs, and its first number that does."""
+    """The first tensor that differs in two safetensors files, with its first different number."""
     import numpy as np
     from safetensors.numpy import load_file
 
@@ -294,27 +301,36 @@ def find_tensor_difference(saved: Path, now: Path, place: str) -> str | None:
     return None
 
 
+def find_files(directory: Path) -> set[Path]:
+    """The relative paths of all files below a directory."""
+    return {path.relative_to(directory) for path in directory.rglob("*") if path.is_file()}
+
+
 def find_difference(saved: Path, now: Path) -> str | None:
-    """The first difference of two directories that `collect` wrote, or None: run, file, line or tensor, both values."""
-    names = [
-        {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
-        for root in (saved, now)
-    ]
-    in_logs = [Path(log) for log in LOGS if Path(log) in names[0] | names[1]]
-    others = sorted((names[0] | names[1]).difference(in_logs))
-    for name in [*in_logs, *others]:
+    """
+    The first difference of two directories that `copy_outputs` wrote, or None.
+
+    It names the run, the file, the line or tensor, and both values.
+    """
+    saved_names = find_files(saved)
+    now_names = find_files(now)
+    names = saved_names | now_names
+    log_names = [Path(log) for log in LOGS if Path(log) in names]
+    other_names = sorted(names.difference(log_names))
+    for name in [*log_names, *other_names]:
         place = f"{saved.name}, {name}"
-        if name not in names[1]:
+        if name not in now_names:
             return f"{place}: saved, now absent"
-        if name not in names[0]:
+        if name not in saved_names:
             return f"{place}: not saved, now present"
         if name.suffix == ".jsonl":
             difference = find_log_difference(saved / name, now / name, place)
         elif name.suffix == ".safetensors":
             difference = find_tensor_difference(saved / name, now / name, place)
         else:
-            contents = [json.loads((root / name).read_text()) for root in (saved, now)]
-            difference = find_value_difference(*contents, place)
+            saved_value = json.loads((saved / name).read_text())
+            now_value = json.loads((now / name).read_text())
+            difference = find_value_difference(saved_value, now_value, place)
         if difference:
             return difference
     return None
@@ -323,8 +339,12 @@ def find_difference(saved: Path, now: Path) -> str | None:
 # ---- the command
 
 
-def roundings_of_machine() -> dict[str, str]:
-    """What decides how sums are rounded: outputs of machines that differ in it cannot be compared."""
+def describe_rounding() -> dict[str, str]:
+    """
+    The OpenBLAS kernels and the version of MLX, which decide how sums are rounded.
+
+    The outputs of machines are comparable only if these are equal.
+    """
     from tests.blas import kernel_family
 
     return {"kernels": kernel_family(), "mlx": version("mlx")}
@@ -335,30 +355,29 @@ def save(directory: Path, names: list[str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty; give --save a new directory")
-    (directory / "machine.json").write_text(json.dumps(roundings_of_machine()))
+    (directory / "machine.json").write_text(json.dumps(describe_rounding()))
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
-            collect(make_frozen(name, Path(scratch)), directory / name)
-            steps = [
-                json.loads(line)
-                for line in (directory / name / "metrics.jsonl").read_text().splitlines()
-            ]
-            if not any(step["grad_norm"] for step in steps):
+            run = train_compared_run(name, Path(scratch))
+            copy_outputs(run, directory / name)
+            lines = (directory / name / "metrics.jsonl").read_text().splitlines()
+            if not any(json.loads(line)["grad_norm"] for line in lines):
                 raise RuntimeError(
-                    f"run {name} had no gradient, so it can show no difference; give it another --seed"
+                    f"run {name} had no gradient, so it can show no difference; "
+                    "give it another --seed"
                 )
             print(f"{name}: saved", flush=True)
 
 
 def compare(directory: Path, names: list[str]) -> str | None:
-    """Repeats the runs of `save` up to the first whose outputs differ. Returns that difference, or None."""
+    """Repeats the runs of `save` until outputs differ; returns the first difference, or None."""
     try:
-        saved_on = json.loads((directory / "machine.json").read_text())
+        saved_rounding = json.loads((directory / "machine.json").read_text())
     except FileNotFoundError as error:
         raise ValueError(
             f"{directory} has no machine.json; write it with --save {directory}"
         ) from error
-    difference = find_value_difference(saved_on, roundings_of_machine(), "machine")
+    difference = find_value_difference(saved_rounding, describe_rounding(), "machine")
     if difference:
         raise ValueError(
             f"{difference}; set OPENBLAS_CORETYPE, install that mlx, or save anew on this machine"
@@ -369,8 +388,10 @@ def compare(directory: Path, names: list[str]) -> str | None:
 
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
-            collect(make_frozen(name, Path(scratch)), Path(scratch) / "now" / name)
-            difference = find_difference(directory / name, Path(scratch) / "now" / name)
+            run = train_compared_run(name, Path(scratch))
+            outputs = Path(scratch) / "now" / name
+            copy_outputs(run, outputs)
+            difference = find_difference(directory / name, outputs)
             if difference:
                 return difference
             print(f"{name}: equal", flush=True)
@@ -389,7 +410,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--compare", type=Path, metavar="DIR", help="repeat the runs and name the first difference"
     )
     parser.add_argument(
-        "--only", nargs="+", choices=FROZEN, default=list(FROZEN), help="some of the runs"
+        "--only",
+        nargs="+",
+        choices=COMPARED_RUNS,
+        default=list(COMPARED_RUNS),
+        help="some of the runs",
     )
     flags = parser.parse_args(arguments)
     try:

@@ -17,18 +17,7 @@ from step.generation import rollout_fields
 from step.sample import new_samples
 from tasks.draws import epoch_indices
 
-SMALL_FLAGS = [
-    "--model",
-    "demo",
-    "--batch",
-    "3",
-    "--groups",
-    "4",
-    "--max-tokens",
-    "12",
-    "--eval-limit",
-    "16",
-]
+SMALL_FLAGS = "--model demo --batch 3 --groups 4 --max-tokens 12 --eval-limit 16".split()
 # The settings of a run that `Trainer.start` makes; further settings are added with |.
 SMALL_SETTINGS = {
     "model": "demo",
@@ -54,11 +43,12 @@ def make_config(*flags):
     return resolve_settings(settings_from_flags(args), args.config, args.resume)[0]
 
 
-PROMPT_IDS = {}  # prompt ids of earlier runs, by everything that they depend on
+# The prompt ids of earlier runs. A key has all inputs of the encoding.
+PROMPT_IDS = {}
 
 
 class SmallRun(GrpoRun):
-    """A run without tools that reuses the prompt ids of earlier runs: encoding takes longest."""
+    """A run that, without tools, reuses prompt ids of earlier runs, since encoding is slow."""
 
     def encode_prompts(self, examples, kind="training prompt"):
         examples = list(examples)
@@ -95,7 +85,7 @@ def sample_first_prompts(run, advantages=None, key=1):
 
 
 def samples_from_rollout(prompts, rollout, examples=None, texts=None):
-    """The samples of a rollout. examples: one per prompt; None: empty ones."""
+    """The samples of a rollout. examples: one per prompt, or None for empty examples."""
     group_size = len(rollout.finish_reasons) // len(prompts)
     empty_samples = new_samples(examples or [{}] * len(prompts), prompts, group_size)
     fields_of_rows = rollout_fields(rollout, texts)
@@ -114,7 +104,7 @@ def set_advantages(samples, advantages):
 
 
 def shift_logprobs(samples, scale):
-    """The samples as another policy would have recorded them: with normal noise on logprobs."""
+    """The samples with normal noise on their logprobs, as if another policy had sampled them."""
     rng = np.random.default_rng(0)
     shifted_samples = []
     for sample in samples:
@@ -183,11 +173,11 @@ def use_sgd(run):
 
     AdamW's first step is g / (|g| + 1e-8). Where g is almost 0, its rounding is a whole step.
     """
-    run.learner.optimizer = optim.SGD(0.0)  # an update sets its rate
+    run.learner.optimizer = optim.SGD(0.0)  # an update sets the learning rate
 
 
 class GradientRecorder:
-    """An optimizer that records the gradients it gets, and changes no weight."""
+    """An optimizer that records its gradients and changes no weight."""
 
     def __init__(self):
         self.state = {}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import catch_message
 from extras import needs
-from test_lora import TOKENS, adapted
+from test_lora import TOKENS, load_adapted_model
 
 import export
 import gwen
@@ -35,7 +35,7 @@ def export_as_peft(adapter, out):
 @pytest.fixture
 def both_layouts(tiny_model, tmp_path):
     """A model with a random adapter, and a directory with the adapter in each layout."""
-    model = adapted(tiny_model)
+    model = load_adapted_model(tiny_model)
     lora.save_adapter_or_full_weights(model, tmp_path / "mlx_lm", str(tiny_model))
     export_as_peft(tmp_path / "mlx_lm", tmp_path / "peft")
     return model, tmp_path
@@ -158,7 +158,7 @@ def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
     from transformers import AutoModelForCausalLM
 
     directory = checkpoints[family]
-    model = adapted(directory, targets=targets)
+    model = load_adapted_model(directory, targets=targets)
     lora.save_adapter_or_full_weights(model, tmp_path / "mlx_lm", str(directory))
     export_as_peft(tmp_path / "mlx_lm", tmp_path / "peft")
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

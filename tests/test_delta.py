@@ -48,7 +48,7 @@ def draw_arguments(
     return [mx.array(array, dtype=mx.float64) for array in arguments]
 
 
-def by_hand(queries, keys, values, log_decay, beta, memory):
+def delta_by_hand(queries, keys, values, log_decay, beta, memory):
     """The outputs and the last memory, in numpy: one row, head and token after the other."""
     out = np.zeros(values.shape)
     memory = memory.copy()
@@ -79,7 +79,7 @@ def largest_error(array, expected):
 @pytest.mark.parametrize("length", [1, 7, 64, 150])
 def test_both_forms_equal_the_definition_also_for_repeated_tokens(length, repeats):
     arguments = draw_arguments(length, repeats)
-    expected_results = by_hand(*(np.array(array) for array in arguments))
+    expected_results = delta_by_hand(*(np.array(array) for array in arguments))
     for form in (delta.stepwise_recurrence, delta.chunked_recurrence):
         for result, expected in zip(form(*arguments), expected_results, strict=True):
             assert largest_error(result, expected) < 1e-9

@@ -9,9 +9,12 @@ import pytest
 from conftest import read_log, write_log
 from mlx.utils import tree_flatten
 from small_run import SMALL_FLAGS, make_config, make_run, sample_first_prompts
-from test_divergence import error as relative_error
-from test_divergence import gradient_by_logits, log_softmax
-from test_divergence import written_out as exact_divergence
+from test_divergence import (
+    exact_divergence,
+    gradient_by_logits,
+    log_softmax,
+    relative_error,
+)
 
 import config
 import gwen

@@ -22,7 +22,7 @@ def kl(first, second):
     return (np.exp(first) * (first - second)).sum(-1)
 
 
-def written_out(logits, teacher_logits, beta):
+def exact_divergence(logits, teacher_logits, beta):
     """The divergence of each position, from the definition."""
     log_q = log_softmax(logits)
     log_p = log_softmax(teacher_logits)
@@ -101,7 +101,7 @@ def divergences_and_gradients(case, **options):
     return results, gradients
 
 
-def error(array, exact):
+def relative_error(array, exact):
     """The relative error of the whole array."""
     return np.linalg.norm(np.array(array, np.float64) - exact) / np.linalg.norm(exact)
 
@@ -125,16 +125,17 @@ def test_divergences_and_gradients_equal_those_of_the_definition_in_float64(
         case, beta=beta, temperature=temperature, head="trained"
     )
 
-    assert error(divergences, written_out(logits, teacher_logits, beta)) < 1e-5
+    assert relative_error(divergences, exact_divergence(logits, teacher_logits, beta)) < 1e-5
 
     slopes = gradient_by_logits(logits, teacher_logits, beta)
     d_logits = case.d_out[..., None] * slopes / temperature
-    assert error(d_hidden, d_logits @ case.head) < 1e-5
-    assert error(d_head, np.einsum("ntv,ntc->vc", d_logits, case.hidden)) < 1e-5
+    assert relative_error(d_hidden, d_logits @ case.head) < 1e-5
+    assert relative_error(d_head, np.einsum("ntv,ntc->vc", d_logits, case.hidden)) < 1e-5
 
     log_q = log_softmax(logits)
-    assert error(logprobs, np.take_along_axis(log_q, case.ids[..., None], -1)[..., 0]) < 1e-5
-    assert error(entropies, -(np.exp(log_q) * log_q).sum(-1)) < 1e-5
+    expected_logprobs = np.take_along_axis(log_q, case.ids[..., None], -1)[..., 0]
+    assert relative_error(logprobs, expected_logprobs) < 1e-5
+    assert relative_error(entropies, -(np.exp(log_q) * log_q).sum(-1)) < 1e-5
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -145,10 +146,10 @@ def test_rounding_does_not_hide_small_divergences(beta):
     teacher_hidden = round_to_float32(case.hidden + noise)
     case = case._replace(teacher_hidden=teacher_hidden, teacher_head=case.head)
     (divergences, *_), _ = divergences_and_gradients(case, beta=beta)
-    exact = written_out(case.hidden @ case.head.T, teacher_hidden @ case.head.T, beta)
+    exact = exact_divergence(case.hidden @ case.head.T, teacher_hidden @ case.head.T, beta)
     assert exact.min() > 0
     assert exact.max() < 1e-4
-    assert error(divergences, exact) < 1e-2
+    assert relative_error(divergences, exact) < 1e-2
 
 
 @pytest.mark.parametrize(

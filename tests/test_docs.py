@@ -39,7 +39,7 @@ METRICS = read_meanings("metrics.jsonl")
 EVALUATION_METRICS = read_meanings("eval.jsonl")
 
 
-def without_meaning(record, entries):
+def undocumented_keys(record, entries):
     """The keys of a record that no entry names. Capitals in an entry stand for any name."""
     patterns = [re.sub(r"\b[A-Z]+\b", "[^/]+", name).replace("_K", "_[0-9]+") for name in entries]
     keys = {key.removesuffix("_ci95") for key in record}
@@ -50,7 +50,7 @@ def without_meaning(record, entries):
     return sorted(key for key in keys if not has_meaning(key))
 
 
-def always_there():
+def required_metrics():
     """
     The keys that every step has in metrics.jsonl, whatever the method.
 

@@ -4,7 +4,7 @@ import pytest
 from conftest import read_log
 from extras import needs
 from small_run import SMALL_FLAGS, make_config
-from test_procedural import here  # noqa: F401  a fixture
+from test_procedural import run_in_process  # noqa: F401  a fixture
 
 import train
 from tasks.draws import EpochPrompts, epoch_indices
@@ -26,7 +26,7 @@ def test_prompts_are_drawn_in_epochs():
 
 @needs("reasoning_gym")
 @pytest.mark.slow
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("run_in_process")
 def test_a_resumed_run_draws_the_same_problems_as_an_uninterrupted_run(tmp_path):
     (tmp_path / "sizes.yaml").write_text("held_out: 4\nchain_sum:\n  level: 1\n")
     flags = ["--task", "rg:chain_sum,lcm", "--task-config", str(tmp_path / "sizes.yaml")]

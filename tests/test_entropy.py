@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import draw_normal
 from small_run import make_run, sample_first_prompts, update_once
-from test_softmax import SUPPORTS, kept_by_hand
+from test_softmax import SUPPORTS, support_by_hand
 
 import grpo
 import update
@@ -67,7 +67,7 @@ def test_the_gradient_of_entropies_equals_finite_differences_in_float64(
     is_kept = np.ones((6, vocab), bool)
     if support:
         logits = exact_hidden @ exact_weight.T / temperature
-        is_kept = np.stack([kept_by_hand(row, *support) for row in logits])
+        is_kept = np.stack([support_by_hand(row, *support) for row in logits])
         is_kept[np.arange(6), np.array(ids).reshape(6)] = True
 
     def total_by_hand(hidden, weight):

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import mark_readable, read_log, write_log
-from test_docs import EVALUATION_METRICS, without_meaning
+from test_docs import EVALUATION_METRICS, undocumented_keys
 
 import chat
 import evaluate
@@ -209,7 +209,7 @@ def test_a_witness_exposes_a_judge_that_gives_every_answer_the_highest_score(dem
     assert record["eval/witness"] == 0
     assert record["eval/witness/credulity"] == 5
     assert record["eval/judge/scrutiny"] == 5
-    assert without_meaning(record, EVALUATION_METRICS) == []
+    assert undocumented_keys(record, EVALUATION_METRICS) == []
     assert details[0]["witness_scores"] == [[5.0] * 6]
     assert details[0]["judge_scores"] == [[5.0] * 3]
 

@@ -25,7 +25,7 @@ from conftest import (
     relative_error,
 )
 from mlx.utils import tree_flatten
-from test_delta import by_hand as delta_by_hand
+from test_delta import delta_by_hand
 from test_ops import attention_by_hand, yarn_by_hand
 
 import gwen

@@ -20,7 +20,7 @@ ROWS = {
 
 
 def write_outputs(directory):
-    """Writes outputs of a run in the form of `collect`; returns the directory."""
+    """Writes outputs of a run in the form of `copy_outputs`; returns the directory."""
     (directory / "adapter").mkdir(parents=True)
     for name, rows in ROWS.items():
         write_log(directory / name, rows)
@@ -136,14 +136,14 @@ def test_the_saved_outputs_contain_no_times_at_any_depth(tmp_path):
     times = {"step/s": 2.0, "rollout/tok_s": 3.0, "rollout/tok_s/1": 3.0, "mem/peak_gb": 4.0}
     timed_row = row | times | {"calls": [{"name": "a", "seconds": 5.0}]}
     (run / "metrics.jsonl").write_text(json.dumps(timed_row) + "\n")
-    golden.collect(run, tmp_path / "out")
+    golden.copy_outputs(run, tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "metrics.jsonl").read_text())
     assert saved == row
 
 
 @pytest.mark.parametrize("content", ["nothing", "another machine", "no run"])
 def test_a_directory_that_cannot_be_compared_is_refused(tmp_path, content, capsys):
-    machine = golden.roundings_of_machine()
+    machine = golden.describe_rounding()
     if content == "another machine":
         machine["kernels"] = "Katmai"
     if content != "nothing":

@@ -86,7 +86,7 @@ def tokenizer_like(tokenizer):
 
 
 @pytest.fixture
-def write(tmp_path, tokenizer_like, monkeypatch):
+def write_gguf(tmp_path, tokenizer_like, monkeypatch):
     """
     A function that writes a GGUF file of random weights, and returns its model, tokenizer and path.
 
@@ -95,7 +95,7 @@ def write(tmp_path, tokenizer_like, monkeypatch):
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def write(raw, split="qwen2", bits=None, scale=1.0, tokenizer=None, tensors=None, **other):
+    def write_gguf(raw, split="qwen2", bits=None, scale=1.0, tokenizer=None, tensors=None, **other):
         weights = make_random_weights(raw)
         for name, weight in weights.items():
             if weight.ndim == 2:
@@ -128,7 +128,7 @@ def write(tmp_path, tokenizer_like, monkeypatch):
         assert summary.startswith(path.name)
         return SimpleNamespace(model=model, tokenizer=tokenizer, path=path)
 
-    return write
+    return write_gguf
 
 
 TOKENS = mx.array([[5, 6, 7, 8, 9, 250, 3, 3, 1]])
@@ -147,9 +147,9 @@ TOKENS = mx.array([[5, 6, 7, 8, 9, 250, 3, 3, 1]])
     ],
 )
 def test_a_loaded_gguf_file_equals_the_model_and_tokenizer_that_were_written(
-    write, name, split, bits, error
+    write_gguf, name, split, bits, error
 ):
-    written = write(CONFIGS[name], split, bits)
+    written = write_gguf(CONFIGS[name], split, bits)
     model, tokenizer = gwen.load(str(written.path), mx.float32)
     assert relative_error(model(TOKENS), written.model(TOKENS)) < error
 
@@ -172,14 +172,14 @@ def test_a_loaded_gguf_file_equals_the_model_and_tokenizer_that_were_written(
     assert model.config.max_position_embeddings == 256
 
 
-def test_a_file_is_converted_once_and_again_after_it_changes(write, monkeypatch):
-    path = write(CONFIGS["qwen3"]).path
+def test_a_file_is_converted_once_and_again_after_it_changes(write_gguf, monkeypatch):
+    path = write_gguf(CONFIGS["qwen3"]).path
     first_directory = hub.find_model_directory(path)
     with monkeypatch.context() as patch:
         patch.setattr(gguf, "make_tokenizer", None)
         assert hub.find_model_directory(str(path)) == first_directory
 
-    changed_path = write(CONFIGS["qwen2"]).path
+    changed_path = write_gguf(CONFIGS["qwen2"]).path
     assert hub.find_model_directory(changed_path) != first_directory
     assert hub.load_config(hub.find_model_directory(path)).model_type == "qwen2"
 
@@ -200,8 +200,8 @@ def test_a_file_is_converted_once_and_again_after_it_changes(write, monkeypatch)
         ),
     ],
 )
-def test_unsupported_contents_are_refused_by_name(write, other, expected_text):
-    path = write(CONFIGS["qwen3"], **other).path
+def test_unsupported_contents_are_refused_by_name(write_gguf, other, expected_text):
+    path = write_gguf(CONFIGS["qwen3"], **other).path
     message = catch_message(hub.find_model_directory, path)
     assert message.startswith(f"--model {path}")
     assert expected_text in message
@@ -280,8 +280,8 @@ for number in range(200):
 """
 
 
-def test_a_damaged_header_never_crashes_the_process(write):
-    path = write(CONFIGS["llama"], "smollm", 8).path
+def test_a_damaged_header_never_crashes_the_process(write_gguf):
+    path = write_gguf(CONFIGS["llama"], "smollm", 8).path
     process = run_command("-c", READ_DAMAGED_FILES, path)
     assert process.stderr == ""
     assert process.returncode == 0
@@ -358,9 +358,9 @@ def test_four_bits_give_each_matrix_the_type_that_llama_cpp_gives_it_in_q4_k_m()
     assert tensor_type("blk.0.ffn_up.weight", 512, "Q4_0") == "Q4_0"
 
 
-def test_without_llama_cpp_four_bits_are_q4_0_and_can_be_loaded(write, monkeypatch):
+def test_without_llama_cpp_four_bits_are_q4_0_and_can_be_loaded(write_gguf, monkeypatch):
     monkeypatch.setattr(gguf_writer, "load_llama_cpp_library", lambda: None)
-    written = write(CONFIGS["qwen2"], bits=4, scale=0.3)
+    written = write_gguf(CONFIGS["qwen2"], bits=4, scale=0.3)
     assert written.path.name == "mine-Q4_0.gguf"
     model, _ = gwen.load(str(written.path), mx.float32)
     assert 0.01 < relative_error(model(TOKENS), written.model(TOKENS)) < 0.3
@@ -483,11 +483,11 @@ BOS_TEMPLATES = {  # whether a training prompt begins with the tokenizer's first
 # The first tokenizer adds a first token itself, the second does not.
 @pytest.mark.parametrize("split", ["llama-bpe", "qwen2"])
 def test_a_file_adds_a_first_token_only_if_training_prompts_begin_with_it(
-    write, tokenizer_like, front, split
+    write_gguf, tokenizer_like, front, split
 ):
     tokenizer = tokenizer_like(split)
     tokenizer.chat_template = front + tokenizer.chat_template
-    path = write(CONFIGS["llama"], split, tokenizer=tokenizer).path
+    path = write_gguf(CONFIGS["llama"], split, tokenizer=tokenizer).path
     fields = gguf.open_gguf_file(path).fields
     is_added = fields["tokenizer.ggml.add_bos_token"].contents()
     ids = chat_template.encode_chat(tokenizer, "one")

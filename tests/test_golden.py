@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from conftest import read_log, read_tree, read_untimed_log
 from golden import RUNS
-from test_docs import EVALUATION_METRICS, METRICS, always_there, without_meaning
-from test_report import data_of
+from test_docs import EVALUATION_METRICS, METRICS, required_metrics, undocumented_keys
+from test_report import page_data
 
 import train
 from disk import model_choice
@@ -28,8 +28,8 @@ def test_each_step_has_a_log_line_whose_metrics_are_complete_and_documented(gold
     metrics = read_log(golden(kind) / "metrics.jsonl")
     assert [record["step"] for record in metrics] == [1, 2, 3]
     for record in metrics:
-        assert always_there() <= record.keys()
-        assert not without_meaning(record, METRICS)
+        assert required_metrics() <= record.keys()
+        assert not undocumented_keys(record, METRICS)
         seconds = sum(record[f"{phase}/s"] or 0.0 for phase in PHASES)
         assert 0 < seconds <= record["step/s"] + 1e-6
         assert np.isfinite(record["loss"])
@@ -41,7 +41,7 @@ def test_each_step_has_a_log_line_whose_metrics_are_complete_and_documented(gold
 
     evaluations = read_log(golden(kind) / "eval.jsonl")
     assert [record["step"] for record in evaluations] == [0, 2, 3]
-    assert all(not without_meaning(record, EVALUATION_METRICS) for record in evaluations)
+    assert all(not undocumented_keys(record, EVALUATION_METRICS) for record in evaluations)
 
     output_lines = (golden(kind).parent / f"{kind}.out").read_text().splitlines()
     steps = [line.split(" | ")[0] for line in output_lines if line.startswith("step ")]
@@ -173,7 +173,7 @@ def test_the_page_of_a_run_shows_completions_and_rewards(golden, kind, tmp_path)
     assert len(markup) > 10_000
 
     shown_rows = []
-    for group in data_of(markup)["completions"]["groups"]:
+    for group in page_data(markup)["completions"]["groups"]:
         shown_rows += group["rows"]
     logged_rows = read_log(golden(kind) / "rollouts.jsonl")
     shown_rewards = sorted(row["reward"] for row in shown_rows)

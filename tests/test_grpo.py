@@ -46,7 +46,7 @@ def make_tokens(case, new, rows=None, with_ref=True):
     )
 
 
-def ours(case, new, *, rows=None, **settings):
+def gwen_loss(case, new, *, rows=None, **settings):
     """Gwen's loss of the case, or the part of the loss that some of its rows contribute."""
     objective = grpo.Objective(max_tokens=case.max_tokens, **settings)
     tokens = make_tokens(case, new, rows, with_ref=bool(objective.beta))
@@ -79,7 +79,7 @@ def test_loss_and_gradient_equal_the_oracle(loss, level, case):
             gradient = np.zeros_like(expected_gradient)
             for rows in np.array_split(RNG.permutation(len(case.mask)), num_parts):
                 loss_and_gradient = mx.value_and_grad(
-                    lambda new, s=settings, rows=rows: ours(case, new, rows=rows, **s)
+                    lambda new, s=settings, rows=rows: gwen_loss(case, new, rows=rows, **s)
                 )
                 part_loss, part_gradient = loss_and_gradient(array(case.new[rows]))
                 total_loss += part_loss.item()
@@ -150,7 +150,7 @@ FROZEN = [
 
 @pytest.mark.parametrize(("settings", "expected", "gradient"), FROZEN)
 def test_loss_and_gradient_equal_the_frozen_values_of_trl(settings, expected, gradient):
-    loss_and_gradient = mx.value_and_grad(lambda new: ours(FROZEN_CASE, new, **settings))
+    loss_and_gradient = mx.value_and_grad(lambda new: gwen_loss(FROZEN_CASE, new, **settings))
     value, grad = loss_and_gradient(array(FROZEN_CASE.new))
     assert value.item() == pytest.approx(expected, abs=1e-5)
     np.testing.assert_allclose(np.array(grad)[1], gradient, atol=1e-5)
@@ -182,7 +182,8 @@ def test_advantages_equal_the_oracle_and_are_zero_for_missing_completions(baseli
 def test_separately_normalized_rewards_equal_the_oracle():
     rewards = np.stack([RNG.integers(0, 2, (4, 8)).astype(float), RNG.normal(0, 30, (4, 8))])
     advantages = grpo.gdpo_decoupled_advantages(rewards, [1.0, 0.5])
-    np.testing.assert_allclose(advantages, oracle.decoupled_advantages(rewards, [1.0, 0.5]), atol=1e-5)
+    expected_advantages = oracle.decoupled_advantages(rewards, [1.0, 0.5])
+    np.testing.assert_allclose(advantages, expected_advantages, atol=1e-5)
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 123.456])
@@ -283,7 +284,7 @@ def test_cross_entropy_and_divergences_are_means_over_the_counted_tokens_of_the_
 def test_values_outside_the_loss_mask_have_no_influence_and_no_gradient(loss, garbage):
     def loss_and_gradient(case, new):
         def value(new):
-            return ours(case, new, loss_type=loss, beta=0.1, epsilon_high=2.0)
+            return gwen_loss(case, new, loss_type=loss, beta=0.1, epsilon_high=2.0)
 
         return mx.value_and_grad(value)(array(new))
 
@@ -382,7 +383,7 @@ def test_a_token_far_from_the_reference_has_a_bounded_kl_that_pulls_it_back(loss
         "epsilon_high": 2.0,
         "beta": beta,
     }
-    value, grad = mx.value_and_grad(lambda new: ours(case, new, **settings))(array(new))
+    value, grad = mx.value_and_grad(lambda new: gwen_loss(case, new, **settings))(array(new))
     assert value.item() == pytest.approx(oracle.loss(case, **settings), rel=1e-5)
     expected_gradient = oracle.gradient(case, **settings)
     np.testing.assert_allclose(np.array(grad), expected_gradient, rtol=1e-4, atol=1e-7)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import CONFIGS
 from extras import needs
-from test_gguf import tokenizer_like, write  # noqa: F401  (fixtures)
+from test_gguf import tokenizer_like, write_gguf  # noqa: F401  (fixtures)
 
 import gwen
 from disk import hub
@@ -122,7 +122,7 @@ MESSAGES = [{"role": "user", "content": "How many legs have 3 spiders?"}]
     + [("llama", "llama-bpe"), ("llama3", "llama-bpe"), ("llama", "smollm")],
 )
 def test_llama_cpp_computes_and_tokenizes_with_a_file_as_gwen_does(
-    write,  # noqa: F811
+    write_gguf,  # noqa: F811
     tokenizer_like,  # noqa: F811
     name,
     split,
@@ -136,7 +136,7 @@ def test_llama_cpp_computes_and_tokenizes_with_a_file_as_gwen_does(
 
     # Before a matrix of 16 bits, llama.cpp rounds its input.
     for bits, scale, error in ((None, 1.0, 1e-3), (16, 0.25, 2e-3)):
-        written = write(CONFIGS[name], bits=bits, scale=scale, tokenizer=tokenizer)
+        written = write_gguf(CONFIGS[name], bits=bits, scale=scale, tokenizer=tokenizer)
         with start_server(written.path) as request:
             assert logprob_error(written.model, request, ids) < error
 
@@ -158,11 +158,11 @@ def test_llama_cpp_computes_and_tokenizes_with_a_file_as_gwen_does(
     ("bits", "size", "types"),
     [(8, 256, {"Q8_0"}), (4, 256, {"Q4_K", "Q6_K"}), (4, 64, {"Q5_0", "Q8_0"})],
 )
-def test_llama_cpp_computes_with_a_quantized_file_as_gwen_does(write, bits, size, types):  # noqa: F811
+def test_llama_cpp_computes_with_a_quantized_file_as_gwen_does(write_gguf, bits, size, types):  # noqa: F811
     import gguf
 
     sizes = {"hidden_size": size, "intermediate_size": size, "num_attention_heads": size // 32}
-    written = write(CONFIGS["qwen3"] | sizes, bits=bits, scale=0.2)
+    written = write_gguf(CONFIGS["qwen3"] | sizes, bits=bits, scale=0.2)
     tensors = gguf.GGUFReader(written.path).tensors
     assert {tensor.tensor_type.name for tensor in tensors} == {*types, "F32"}
 

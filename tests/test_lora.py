@@ -23,7 +23,7 @@ def tiny_qwen2(checkpoints):
     return checkpoints["qwen2"]
 
 
-def adapted(directory, rank=4, scale=3.0, targets=lora.TARGETS):
+def load_adapted_model(directory, rank=4, scale=3.0, targets=lora.TARGETS):
     """A model whose adapters have moved away from their initial zero."""
     model = gwen.load_model(directory)
     lora.apply(model, rank, scale, targets)
@@ -103,7 +103,7 @@ def test_the_16_bit_copies_of_an_adapter_are_cached_until_the_masters_change(tin
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3-gqa8", "qwen3.5"])
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "gate_up_proj")])
 def test_saved_adapter_weights_give_back_the_masters_bit_for_bit(checkpoints, family, targets):
-    model = adapted(checkpoints[family], targets=targets)
+    model = load_adapted_model(checkpoints[family], targets=targets)
     masters = dict(tree_flatten(model.trainable_parameters()))
     weights = adapters.fuse_adapter_weights(lora.mlx_lm_adapter_weights(model))
     assert list(weights) == sorted(masters)
@@ -115,7 +115,7 @@ def test_saved_adapter_weights_give_back_the_masters_bit_for_bit(checkpoints, fa
 )
 def test_a_saved_adapter_gives_the_same_logits_in_mlx_lm(tiny_model, tiny_qwen2, tmp_path, targets):
     for directory, name in ((tiny_model, "first"), (tiny_qwen2, "second")):
-        model = adapted(directory, targets=targets)
+        model = load_adapted_model(directory, targets=targets)
         lora.save_adapter_or_full_weights(model, tmp_path / name, "tiny")
         mlx_lm_model, _ = mlx_lm_load_model(directory)
         load_adapters(mlx_lm_model, str(tmp_path / name))
@@ -126,7 +126,7 @@ def test_a_saved_adapter_gives_the_same_logits_in_mlx_lm(tiny_model, tiny_qwen2,
 def test_an_attached_adapter_equals_the_saved_one_bit_for_bit_and_can_be_switched_off(
     tiny_model, tmp_path, targets
 ):
-    model = adapted(tiny_model, targets=targets)
+    model = load_adapted_model(tiny_model, targets=targets)
     lora.save_adapter_or_full_weights(model, tmp_path, "tiny")
     logits = model(TOKENS)
 
@@ -149,7 +149,7 @@ def test_an_attached_adapter_equals_the_saved_one_bit_for_bit_and_can_be_switche
 def test_attaching_equals_merging_for_a_foreign_adapter_with_one_a_per_projection(
     tiny_model, tmp_path
 ):
-    lora.save_adapter_or_full_weights(adapted(tiny_model), tmp_path, "tiny")
+    lora.save_adapter_or_full_weights(load_adapted_model(tiny_model), tmp_path, "tiny")
     path = str(tmp_path / "adapters.safetensors")
     weights = {
         name: array
@@ -184,7 +184,7 @@ def test_a_model_with_all_weights_trained_is_saved_as_a_full_adapter(tiny_model,
 def test_an_adapter_is_found_in_its_directory_and_in_the_directory_of_the_run(tiny_model, tmp_path):
     run = tmp_path / "run"
     adapter = run / "adapter"
-    lora.save_adapter_or_full_weights(adapted(tiny_model), adapter, str(tiny_model))
+    lora.save_adapter_or_full_weights(load_adapted_model(tiny_model), adapter, str(tiny_model))
     assert adapters.find_adapter_directory(run) == adapter
     assert adapters.find_adapter_directory(str(adapter)) == adapter
 
@@ -218,7 +218,7 @@ def load_with_initial_adapter(directory, path, rank=4, scale=3.0, targets=lora.T
 def test_training_can_begin_with_an_adapter_which_is_then_the_reference_policy(
     tiny_model, tmp_path, rank, scale
 ):
-    saved_model = adapted(tiny_model)
+    saved_model = load_adapted_model(tiny_model)
     lora.save_adapter_or_full_weights(saved_model, tmp_path, str(tiny_model))
     model = load_with_initial_adapter(tiny_model, tmp_path, rank, scale)
     initial_logits = model(TOKENS)

@@ -11,7 +11,7 @@ import pytest
 from conftest import CONFIGS, ROOT, catch_message, mark_readable, read_log, write_checkpoint
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from small_run import SMALL_FLAGS
-from test_preflight import RUBRIC, demand_of, make_config
+from test_preflight import RUBRIC, make_config, make_demand
 
 import chat
 import gwen
@@ -154,7 +154,7 @@ def test_a_packed_judge_uses_the_estimated_memory(quantized_demo, monkeypatch):
     config = make_config(
         model="demo", judge_model=str(quantized_demo), batch=8, groups=2, max_tokens=8
     )
-    demand = demand_of(config, 100, model.config, mx.float32)._replace(rubric=RUBRIC)
+    demand = make_demand(config, 100, model.config, mx.float32)._replace(rubric=RUBRIC)
     judging = memory_estimate.estimate_memory(demand, sizes).phases["judging"]
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "on_gpu", lambda: True)

@@ -40,7 +40,7 @@ def make_config(**flags):
     return config
 
 
-def demand_of(config, prompt_tokens=128, model=BIG, dtype=mx.float16):
+def make_demand(config, prompt_tokens=128, model=BIG, dtype=mx.float16):
     return memory_estimate.RunDemand(model, dtype, config, [prompt_tokens] * config.sampling.batch)
 
 
@@ -104,7 +104,7 @@ def test_the_estimated_memory_is_95_to_130_percent_of_the_peak_of_a_step(
     model = gwen.load(name)[0]
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, 1000, (config.sampling.batch, prompt_tokens)).tolist()
-    demand = demand_of(config, prompt_tokens, model.config, mx.float32)._replace(rubric=rubric)
+    demand = make_demand(config, prompt_tokens, model.config, mx.float32)._replace(rubric=rubric)
     sizes = memory_estimate.choose_sizes(demand)
     need = memory_estimate.estimate_memory(demand, sizes)
     if config.model.lora_rank:
@@ -135,7 +135,7 @@ def test_the_estimate_counts_weights_adapters_and_optimizer_to_the_byte():
     sizes = MemoryDependentSizes(8, 1024, 0)
     learner = update.Learner(model, config, StepLoss(config, sizes))
 
-    need = memory_estimate.estimate_memory(demand_of(config, 80, model.config), sizes)
+    need = memory_estimate.estimate_memory(make_demand(config, 80, model.config), sizes)
 
     assert need.resident["weights"] == weight_bytes
 
@@ -154,7 +154,7 @@ def test_the_estimate_counts_weights_adapters_and_optimizer_to_the_byte():
 
 def test_trained_16_bit_weights_have_float32_masters():
     for dtype, bytes_per_weight in ((mx.float16, 4), (mx.float32, 0)):
-        demand = demand_of(make_config(lora_rank=0), dtype=dtype)
+        demand = make_demand(make_config(lora_rank=0), dtype=dtype)
         need = memory_estimate.estimate_memory(demand, MemoryDependentSizes(8, 1024, 0))
         num_weights = need.resident["weights"] / dtype.size
         assert need.resident["masters"] == bytes_per_weight * num_weights
@@ -172,7 +172,7 @@ def test_the_estimate_counts_a_judge_that_only_evaluations_use(tmp_path, capsys)
 
 def test_the_estimate_counts_a_frozen_base_if_a_fully_trained_model_judges_or_has_a_reference():
     def resident_bytes(**flags):
-        demand = demand_of(make_config(lora_rank=0, **flags))
+        demand = make_demand(make_config(lora_rank=0, **flags))
         return memory_estimate.resident_bytes(demand._replace(rubric=RUBRIC))
 
     same_judge = resident_bytes()
@@ -192,7 +192,7 @@ def test_the_estimate_counts_a_frozen_base_if_a_fully_trained_model_judges_or_ha
 def test_auto_shrinks_micro_batches_before_it_checkpoints_layers(monkeypatch, on_gpu):
     monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
     monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: on_gpu)
-    demand = demand_of(make_config(batch=8, groups=8, max_tokens=256))
+    demand = make_demand(make_config(batch=8, groups=8, max_tokens=256))
     sizes_in_gb = (40, 4.7, 3, 2.5, 1) if on_gpu else (40, 8, 5, 4.5, 1)
 
     budgets = []
@@ -539,7 +539,8 @@ def test_a_trial_ends_with_the_error_of_the_run(tmp_path, capfd):
 
 def test_auto_keeps_sizes_that_the_user_sets():
     config = make_config(train_token_budget=5000, checkpoint_layers="3", rollout_batch_size=7)
-    assert memory_estimate.choose_sizes(demand_of(config, 4000)) == MemoryDependentSizes(7, 5000, 3)
+    sizes = memory_estimate.choose_sizes(make_demand(config, 4000))
+    assert sizes == MemoryDependentSizes(7, 5000, 3)
 
 
 # ---- a run that does not fit

@@ -65,7 +65,7 @@ def gym_workers():
 
 
 @pytest.fixture
-def here(monkeypatch):
+def run_in_process(monkeypatch):
     """Makes problems in this process, because starting a worker takes seconds."""
 
     class PoolInProcess:
@@ -209,7 +209,7 @@ def test_a_score_outside_of_0_to_1_counts_as_0():
 
 
 @gym
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("run_in_process")
 def test_a_mix_follows_the_weights_settings_and_levels_of_data_sets():
     mix = make_mix("chain_sum", "lcm", chain_sum={"level": 3}, lcm={"min_value": 7, "max_value": 9})
     problems = GymProblems(mix._replace(weights={"chain_sum": 3.0, "lcm": 1.0}))
@@ -241,7 +241,7 @@ def test_a_mix_follows_the_weights_settings_and_levels_of_data_sets():
 
 
 @gym
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("run_in_process")
 def test_prompts_repeat_only_after_all_were_used_and_are_never_held_out_prompts(capsys):
     from small_run import make_config
 
@@ -321,7 +321,7 @@ def test_the_error_of_a_bad_mix_names_the_part_or_the_key(tmp_path, task, text, 
         ("acre", {"level": 0}, "acre does not accept"),
     ],
 )
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("run_in_process")
 def test_an_impossible_data_set_is_refused_before_any_problem_is_made(
     name, settings, expected_text
 ):

@@ -26,7 +26,7 @@ from settings.checks import check_settings
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def completion(text, top=()):
+def chat_completion(text, top=()):
     """A chat completion; `top` lists the likeliest tokens with their log-probabilities."""
     logprobs = None
     if top:
@@ -87,7 +87,7 @@ class Server:
 
 
 @pytest.fixture(name="serve")
-def serving(monkeypatch):
+def serve_fixture(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with contextlib.ExitStack() as servers:
         yield lambda answer: servers.enter_context(contextlib.closing(Server(answer)))
@@ -108,7 +108,7 @@ def send_requests(endpoint, conversations=(HELLO,), **parameters):
 
 
 def test_a_request_follows_the_protocol_and_the_client_reads_the_reply(serve):
-    server = serve(lambda *_: (200, completion("4", [("4", -0.1), ("5", -2.5)]), {}))
+    server = serve(lambda *_: (200, chat_completion("4", [("4", -0.1), ("5", -2.5)]), {}))
     scores = make_judge(server).score(["a"], ["b"]).scores
     assert scores == pytest.approx(4.083, abs=1e-3)
 
@@ -130,7 +130,7 @@ def test_a_request_follows_the_protocol_and_the_client_reads_the_reply(serve):
 def test_replies_carry_their_places_and_concurrency_limits_simultaneous_requests(serve):
     def answer(number, body):
         time.sleep(0.05 if number % 2 else 0.1)
-        return 200, completion(body["messages"][0]["content"].upper()), {}
+        return 200, chat_completion(body["messages"][0]["content"].upper()), {}
 
     server = serve(answer)
     conversations = [[{"role": "user", "content": f"n{i}"}] for i in range(12)]
@@ -158,7 +158,7 @@ class Clock:
 def test_the_pauses_after_failures_double_unless_the_server_names_a_pause(serve, status):
     def answer(number, _):
         if number >= 4:
-            return 200, completion("5"), {}
+            return 200, chat_completion("5"), {}
         headers = {"Retry-After": "0.5"} if number == 3 else {}
         return status, "later", headers
 
@@ -224,7 +224,7 @@ def test_a_client_waits_as_long_as_a_busy_server_says_and_then_asks_again(
 ):
     def answer(number, _):
         if number > 0:
-            return 200, completion("5"), {}
+            return 200, chat_completion("5"), {}
         return status, content, headers
 
     server = serve(answer)
@@ -246,7 +246,7 @@ def test_every_request_gets_a_reply_although_the_server_is_busy_for_40_s(serve, 
             all_eight_sent.wait(60)
         if clock.seconds < 40:
             return status, json.dumps(LATER), {}
-        return 200, completion("5"), {}
+        return 200, chat_completion("5"), {}
 
     server = serve(answer)
     endpoint = make_endpoint(server, timeout=60.0, sleep=clock.sleep)
@@ -266,7 +266,7 @@ def test_every_request_gets_a_reply_from_a_server_with_a_limit_of_requests_per_t
         if len(recent) >= 20:
             return 429, "too many requests", {}
         times.append(clock.seconds)
-        return 200, completion("5"), {}
+        return 200, chat_completion("5"), {}
 
     endpoint = make_endpoint(serve(answer), concurrency=1, sleep=clock.sleep)
     replies = send_requests(endpoint, [HELLO] * 40)
@@ -281,7 +281,7 @@ def test_the_pauses_double_up_to_a_minute_in_all_if_a_busy_server_names_no_time(
     def answer(number, _):
         if 4 <= number < 10:
             return status, '{"error": {"code": 429}}', {}
-        return 200, completion("5"), {}
+        return 200, chat_completion("5"), {}
 
     server = serve(answer)
     endpoint = make_endpoint(server, concurrency=1, sleep=clock.sleep)
@@ -381,7 +381,7 @@ def test_the_preamble_moves_to_the_user_message_if_a_server_takes_no_system_mess
     def answer(_, body):
         if body["messages"][0]["role"] == "system":
             return status, json.dumps({"error": {"message": message}}), {}
-        return 200, completion("4"), {}
+        return 200, chat_completion("4"), {}
 
     server = serve(answer)
     judge = make_judge(server, "decode", concurrency=4)
@@ -411,7 +411,7 @@ def test_a_refusal_for_another_reason_than_the_system_message_is_quoted(serve):
 
     # A server that took a system message before does not refuse the system message.
     def refuse_second(number, _):
-        return (400, "bad request", {}) if number else (200, completion("4"), {})
+        return (400, "bad request", {}) if number else (200, chat_completion("4"), {})
 
     server = serve(refuse_second)
     message = catch_message(make_judge(server, "decode").score, ["a", "b"], ["b", "c"])
@@ -434,7 +434,7 @@ def test_a_parameter_that_the_judge_refuses_is_renamed_or_dropped_with_a_warning
 ):
     def answer(_, body):
         if name not in body:
-            return 200, completion("4"), {}
+            return 200, chat_completion("4"), {}
         error = {"message": message, "type": "invalid_request_error", "param": name}
         return 400, json.dumps({"error": error}), {}
 
@@ -468,7 +468,7 @@ def test_a_request_to_the_server_of_a_policy_is_never_changed(serve):
         (502, "bad\ngateway", {}, "status 502: bad gateway"),
         (
             200,
-            completion("5"),
+            chat_completion("5"),
             {"Content-Length": "1000", "Connection": "close"},
             "peer closed .* expected 1000.*",
         ),
@@ -480,7 +480,7 @@ def test_a_failed_request_is_repeated_and_then_reported_in_one_line(
 ):
     def answer(number, _):
         if number == 3:
-            return 200, completion("5"), {}
+            return 200, chat_completion("5"), {}
         return status, content, headers
 
     server = serve(answer)
@@ -523,7 +523,7 @@ def test_a_refusal_ends_all_requests_without_waiting_for_slow_ones(serve):
         if number:
             return 401, '{"error": "no such key"}', {}
         test_has_ended.wait(60)
-        return 200, completion("5"), {}
+        return 200, chat_completion("5"), {}
 
     server = serve(answer)
     endpoint = make_endpoint(server, concurrency=2, timeout=60.0)
@@ -537,7 +537,7 @@ def test_a_refusal_ends_all_requests_without_waiting_for_slow_ones(serve):
 
 def test_ctrl_c_immediately_ends_a_program_that_waits_for_slow_requests(serve):
     test_has_ended = threading.Event()
-    server = serve(lambda *_: test_has_ended.wait(120) and (200, completion("5"), {}))
+    server = serve(lambda *_: test_has_ended.wait(120) and (200, chat_completion("5"), {}))
     program = f"""
 from judging.server import Endpoint, ServerSettingNames
 endpoint = Endpoint(ServerSettingNames("--url", "", "", ""), {server.url!r}, "tiny")
@@ -558,7 +558,7 @@ list(endpoint.send_chat_requests([{{"messages": []}}] * 9))
 
 
 def test_a_redirect_is_refused_so_that_no_other_server_gets_the_key(serve):
-    other = serve(lambda *_: (200, completion("5"), {}))
+    other = serve(lambda *_: (200, chat_completion("5"), {}))
     headers = {"Location": other.url + "/chat/completions"}
     for status in (301, 302, 303, 307, 308):
         server = serve(lambda *_, status=status: (status, "", headers))
@@ -572,7 +572,7 @@ def test_the_client_drops_an_optional_parameter_that_a_server_does_not_know(serv
     def answer(_, body):
         if name in body:
             return 400, f"Unrecognized request argument supplied: {name}", {}
-        return 200, completion("5"), {}
+        return 200, chat_completion("5"), {}
 
     server = serve(answer)
     endpoint = make_endpoint(server, concurrency=3)
@@ -623,7 +623,7 @@ def test_a_judge_reads_replies_in_parts_and_only_first_or_labelled_scores_of_cut
 
 
 def test_a_judge_has_enough_tokens_to_explain_the_score_first(serve):
-    server = serve(lambda *_: (200, completion("It names both causes.\n\nScore: 4"), {}))
+    server = serve(lambda *_: (200, chat_completion("It names both causes.\n\nScore: 4"), {}))
     assert make_judge(server, "decode").score(["a"], ["b"]).scores == 4
     assert server.requests[0][2]["max_tokens"] == remote_judge.REPLY_TOKENS
     assert remote_judge.REPLY_TOKENS >= 200
@@ -645,7 +645,7 @@ def make_judge(server, mode="logits", **attributes):
 
 def completion_with_logprob(logprob):
     """A reply whose likeliest token is "4"; the text `logprob` is its log-probability."""
-    return completion("4", [("4", 0.125)]).replace("0.125", logprob)
+    return chat_completion("4", [("4", 0.125)]).replace("0.125", logprob)
 
 
 OTHER_PROTOCOLS = {
@@ -660,10 +660,10 @@ OTHER_PROTOCOLS = {
     "key twice": '{"choices": [{"message": {"content": "1", "content": "5"}}]}',
     "401 digits": completion_with_logprob(f"1{'0' * 400}"),
     "5,000 digits": completion_with_logprob("9" * 5000),
-    "token of lists": completion("4", [([[["4"]]], -0.1)]),
+    "token of lists": chat_completion("4", [([[["4"]]], -0.1)]),
     "log-probability of text": completion_with_logprob('"low"'),
     "no log-probability": completion_with_logprob("null"),
-    "latin": completion("5").replace("assistant", "\udce9"),
+    "latin": chat_completion("5").replace("assistant", "\udce9"),
 }
 
 
@@ -672,7 +672,7 @@ def test_a_reply_of_another_protocol_is_unreadable_and_ends_the_run_if_it_comes_
     serve, content
 ):
     def answer(number, _):
-        return 200, content if number % 2 else completion("4", [("4", -0.01)]), {}
+        return 200, content if number % 2 else chat_completion("4", [("4", -0.01)]), {}
 
     scores = make_judge(serve(answer)).score(["a"] * 3, ["b", "c", "d"]).scores
     np.testing.assert_array_equal(scores, [[4], [np.nan], [4]])
@@ -688,7 +688,7 @@ def test_a_reply_of_another_protocol_is_unreadable_and_ends_the_run_if_it_comes_
 )
 def test_impossible_log_probabilities_are_unreadable(serve, logprob):
     if logprob == "five certain tokens":
-        content = completion("4", [(digit, 0.0) for digit in "12345"])
+        content = chat_completion("4", [(digit, 0.0) for digit in "12345"])
     else:
         content = completion_with_logprob(logprob)
     server = serve(lambda *_: (200, content, {}))
@@ -706,14 +706,14 @@ def test_the_error_for_a_reply_of_thoughts_alone_shows_them_and_names_judge_thin
 
 def test_the_client_stops_reading_an_endless_reply_and_counts_it_as_unreadable(serve, monkeypatch):
     monkeypatch.setattr(client, "MAX_REPLY_BYTES", 1000)
-    server = serve(lambda *_: (200, completion("4" * 10**6), {}))
+    server = serve(lambda *_: (200, chat_completion("4" * 10**6), {}))
     (reply,) = send_requests(make_endpoint(server))
     assert "no chat completion" in reply.problem
 
 
 def test_the_judge_reads_long_runs_of_spaces_quickly(serve):
     begin = time.process_time()
-    server = serve(lambda *_: (200, completion(" " * 200_000 + "4"), {}))
+    server = serve(lambda *_: (200, chat_completion(" " * 200_000 + "4"), {}))
     judge = make_judge(server, "decode")
     assert judge.score(["a"], ["b"]).scores == 4
     prompt = "<" + " " * 200_000
@@ -728,7 +728,7 @@ def test_no_output_shows_a_key_that_a_server_echoes(serve, capsys, status):
         f"{begin}Bearer {KEY} may not do this: context length"
         for begin in ("", "x" * 70, "x" * 290)
     ]
-    contents = [*echoes, json.dumps({"error": KEY}), *map(completion, echoes)]
+    contents = [*echoes, json.dumps({"error": KEY}), *map(chat_completion, echoes)]
     server = serve(lambda number, _: (status, contents[number], {"X-Key": KEY}))
     judge = make_judge(server, "decode", retries=0, sleep=Clock().sleep)
     messages = []

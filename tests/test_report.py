@@ -186,7 +186,7 @@ def make_run(folder):
     return folder
 
 
-def data_of(markup):
+def page_data(markup):
     pattern = r'<script type="application/json" id="data">(.*?)</script>'
     return json.loads(re.search(pattern, markup, re.S)[1])
 
@@ -235,7 +235,7 @@ def test_wrong_answers_with_the_highest_reward_are_counted(run):
 
 
 def test_the_page_holds_the_reward_and_the_judge_scores_of_each_completion(run):
-    completions = data_of(page.write_page(run).read_text())["completions"]
+    completions = page_data(page.write_page(run).read_text())["completions"]
     assert completions["of"] == len(completions["groups"]) == 8
     assert completions["criteria"] == ["correct", "working", "sentence"]
 
@@ -448,7 +448,7 @@ def test_a_page_that_would_be_too_large_holds_some_groups_of_all_steps_and_count
 ):
     monkeypatch.setattr(page, "MOST_COMPLETIONS", 4000)
     markup = page.write_page(run).read_text()
-    completions = data_of(markup)["completions"]
+    completions = page_data(markup)["completions"]
     assert len(json.dumps(completions["groups"])) <= 4000
     assert {group["step"] for group in completions["groups"]} >= {1, 3}
     assert f"{len(completions['groups'])} of 8 groups are on this page" in markup

@@ -20,7 +20,7 @@ RNG = np.random.default_rng(0)
 # ---- log-probabilities
 
 
-def kept_by_hand(
+def support_by_hand(
     row: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
 ) -> np.ndarray:
     """The support (V,) of one row as a mask: top_k, then min_p, then top_p of the rest."""
@@ -51,7 +51,7 @@ def logprobs_by_hand(hidden, head, ids, temperature, support) -> tuple[np.ndarra
     logits = hidden @ head.T / temperature
     if support:
         for row, sampled_id in zip(logits, ids, strict=True):
-            is_in_support = kept_by_hand(row, *support)
+            is_in_support = support_by_hand(row, *support)
             is_in_support[sampled_id] = True
             row[~is_in_support] = -np.inf
     logprobs = log_softmax(logits)
@@ -232,7 +232,7 @@ def test_the_truncated_support_equals_that_of_a_slow_implementation(top_p, top_k
     settings = TruncationSettings(top_p, top_k, min_p)
     truncated = np.array(softmax.truncate_logits(mx.array(logits), settings))
     for row in range(6):
-        is_in_support = kept_by_hand(logits[row].astype(np.float64), top_p, top_k, min_p)
+        is_in_support = support_by_hand(logits[row].astype(np.float64), top_p, top_k, min_p)
         assert (truncated[row][is_in_support] == logits[row][is_in_support]).all()
         assert np.isneginf(truncated[row][~is_in_support]).all()
 

@@ -23,8 +23,10 @@ from small_run import (
     sample_first_prompts,
     update_once,
 )
-from test_remote_judge import completion as chat_completion
-from test_remote_judge import serving  # noqa: F401  a fixture
+from test_remote_judge import (
+    chat_completion,
+    serve_fixture,  # noqa: F401  a fixture
+)
 
 import chat
 import evaluate

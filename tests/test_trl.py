@@ -30,8 +30,8 @@ from test_grpo import (
     LOSSES,
     WIDE,
     array,
+    gwen_loss,
 )
-from test_grpo import ours as gwen_loss
 
 import gwen
 from config import Config, MemoryDependentSizes

@@ -1,8 +1,8 @@
 """
 The family of the OpenBLAS kernels of this process, which decide how sums are rounded.
 
-`python -m tests.blas` prints the family. `--other` prints the value of OPENBLAS_CORETYPE for another
-family that runs on this machine. `.ci/run` runs the tests with both.
+`python -m tests.blas` prints the family. `--other` prints the value of OPENBLAS_CORETYPE for
+another family that runs on this machine. `.ci/run` runs the tests with both.
 """
 
 import argparse

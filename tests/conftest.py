@@ -93,8 +93,7 @@ SMOLLM3 = LLAMA | {
     "no_rope_layers": [1, 1, 1, 0],
     "pad_token_id": 0,
 }
-HYBRID_TEXT = {
-    **{key: value for key, value in QWEN3.items() if key not in ("architectures", "rope_theta")},
+HYBRID_TEXT = QWEN3 | {
     "model_type": "qwen3_5_text",
     "num_hidden_layers": 4,
     "full_attention_interval": 3,
@@ -109,6 +108,7 @@ HYBRID_TEXT = {
         "partial_rotary_factor": 0.25,
     },
 }
+del HYBRID_TEXT["architectures"], HYBRID_TEXT["rope_theta"]
 HYBRID: dict[str, Any] = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "model_type": "qwen3_5",
@@ -289,10 +289,11 @@ def json_values(*keys: str) -> hypothesis.strategies.SearchStrategy[Any]:
 def read_untimed_log(path: Path) -> list[dict[str, Any]]:
     """A log without the values that depend on the clock or the machine."""
     timed_key = re.compile(r"(/s|_s|tok_s)$|tok_s/|^mem/")
-    return [
-        {key: value for key, value in record.items() if not timed_key.search(key)}
-        for record in read_log(path)
-    ]
+    untimed_records = []
+    for record in read_log(path):
+        untimed_keys = [key for key in record if not timed_key.search(key)]
+        untimed_records.append({key: record[key] for key in untimed_keys})
+    return untimed_records
 
 
 def write_log(path: Path, rows: Iterable[Any]) -> str:

@@ -30,7 +30,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SMALL = "--model demo --batch 2 --groups 4 --max-tokens 8 --steps 3 --save-every 1 --eval-every 2 --eval-limit 8"
+SMALL = (
+    "--model demo --batch 2 --groups 4 --max-tokens 8 --steps 3 --save-every 1 "
+    "--eval-every 2 --eval-limit 8"
+)
 QUESTION = {"role": "user", "content": "What is {0} plus {0}?"}
 REPLY = {"role": "assistant", "content": "It is {0}."}
 RUNS = {
@@ -133,18 +136,20 @@ SAMPLED = "--groups 4 --max-tokens 12"
 # A run with tools decodes one row at a time. Otherwise the number of rows in a decoding step would
 # depend on the time that tools take, and matmuls with more rows may round differently.
 ONE_ROW = "--model demo:tools --groups 4 --rollout-batch-size 1 --max-context 256"
-# Each run has settings that the others lack. With large steps and no --target-kl, ratios are clipped.
+# Each run has settings that the others lack. Large steps without --target-kl let ratios be clipped.
 COMPARED_RUNS = {
-    "judge": f"--model demo {SAMPLED} --steps 3 --rubric data/demo_rubric.yaml --loss-type grpo --num-iterations 2"
-    " --learning-rate 0.03 --target-kl 0",
+    "judge": f"--model demo {SAMPLED} --steps 3 --rubric data/demo_rubric.yaml --loss-type grpo"
+    " --num-iterations 2 --learning-rate 0.03 --target-kl 0",
     "weights": f"--model demo {SAMPLED} --steps 3 --lora-rank 0 --beta 0.05 --temp 1.2 --top-p 0.9",
     "sft": "--model demo --steps 3 --loss-type sft --data {inputs}/chats.jsonl",
     "distill": f"--model demo {SAMPLED} --steps 3 --loss-type distill --teacher self"
     " --teacher-prompt {inputs}/teacher.txt",
     "tools": f"{ONE_ROW} --steps 2 --task calculator --max-tokens 64 --seed 5",
     "turns": f"{ONE_ROW} --steps 2 --env {{inputs}}/warmer.py:Warmer --max-tokens 64 --max-turns 3",
-    "resumed": f"--model demo {SAMPLED} --steps 2 --mini-batches 2 --beta 0.02 --loss-type cispo --epsilon-high 5",
-    "processes": f"--model demo {SAMPLED} --steps 2 --rubric data/demo_rubric.yaml --judge-mode decode --beta 0.02",
+    "resumed": f"--model demo {SAMPLED} --steps 2 --mini-batches 2 --beta 0.02 --loss-type cispo"
+    " --epsilon-high 5",
+    "processes": f"--model demo {SAMPLED} --steps 2 --rubric data/demo_rubric.yaml"
+    " --judge-mode decode --beta 0.02",
 }
 RESUMED_STEPS = 4
 NUM_PROCESSES = {"processes": 2}
@@ -158,7 +163,7 @@ USER_VARIABLES = ("GWEN_", "RUBRIC_", "WANDB_", "MLX_", "OPENAI_", "HF_")
 
 
 def make_run_environment() -> dict[str, str]:
-    """The variables of this process without a user's settings, with one thread and without a hub."""
+    """The variables of this process without a user's settings, for one thread and no hub."""
     variables = {
         name: value for name, value in os.environ.items() if not name.startswith(USER_VARIABLES)
     }

@@ -1,4 +1,4 @@
-"""Processes of this machine in place of several machines, connected over loopback like `mlx.launch`."""
+"""Several processes that act as several machines, connected over loopback like `mlx.launch`."""
 
 import contextlib
 import json
@@ -73,7 +73,9 @@ class Machines:
         raise AssertionError(f"rank {rank} ended before {text!r}: {process.stderr.read()}")
 
     def wait(self, time_limit=TIME_LIMIT):
-        """Waits for all processes; returns (standard output, standard error), exit status of each."""
+        """
+        Waits for all processes; returns ((standard output, standard error), exit status) of each.
+        """
         return [
             (process.communicate(timeout=time_limit), process.returncode)
             for process in self.processes

@@ -73,7 +73,7 @@ def loss(
     epsilon_high=None,
     beta=0.0,
 ):
-    """The loss of a step at the log-probabilities `new`. Constant terms are computed at `case.new`."""
+    """The loss of a step at the log-probabilities `new`; `case.new` gives the constant terms."""
     constant = case.new
     if new is None:
         new = case.new

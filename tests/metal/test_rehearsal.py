@@ -41,7 +41,7 @@ def test_every_kernel_is_right_at_the_sizes_of_a_loaded_model(
 def test_a_kernel_is_compared_with_float32_at_weights_as_large_as_in_real_models(
     enable_kernels, checkpoints, capsys, monkeypatch, dtype, is_right
 ):
-    """With norm weights of 1 + 12 |N| and gates of 30, the reference rounds more than the kernel."""
+    """At norm weights of 1 + 12 |N| and gates of 30, the reference rounds more than the kernel."""
     model = gwen.load_model(checkpoints["qwen3-gqa8"], dtype)
     for seed, layer in enumerate(model.layers):
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm, layer.input_layernorm):

@@ -16,10 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import catch_message, make_whole_prompts, mark_readable, read_log, write_log
-from test_remote_judge import (
-    chat_completion,
-    serve_fixture,  # noqa: F401  a fixture
-)
+from test_remote_judge import chat_completion, serve_fixture  # noqa: F401  (a fixture)
 
 import gwen
 import judge

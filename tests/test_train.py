@@ -23,10 +23,7 @@ from small_run import (
     sample_first_prompts,
     update_once,
 )
-from test_remote_judge import (
-    chat_completion,
-    serve_fixture,  # noqa: F401  a fixture
-)
+from test_remote_judge import chat_completion, serve_fixture  # noqa: F401  (a fixture)
 
 import chat
 import evaluate

@@ -122,7 +122,7 @@ BAD_FUNCTIONS = [
     ("loss", "raises", "raised AttributeError"),
     ("loss", "a_number", "returned 1.0; return grpo.Loss(value, sums)"),
     ("loss", "badly_named", "'my entropy'"),
-    ("loss", "mean_as_sum", "as the sum 'entropy' of two rows"),
+    ("loss", "mean_as_sum", "as the sum 'entropy' for two rows"),
     ("loss", "unmasked", "where tokens.mask is 0"),
     ("loss", "constant", "has no gradient with respect to tokens.logprobs"),
     ("loss", "infinite", "both must be finite"),

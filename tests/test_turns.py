@@ -54,7 +54,7 @@ class RandomEnvironment:
             replies.append([rng.randrange(20, 300) for _ in range(length)])
         return replies, [rng.random() * self.delay for _ in replies]
 
-    def begin(self, rows):
+    def begin_or_restart_decoding(self, rows):
         self.begun_rows += rows
         self.turns |= dict.fromkeys(rows, 0)
 

@@ -286,14 +286,14 @@ def run_layer_with_gradient_checkpoint(
     """
     Runs a layer without keeping its activations in memory. Returns (x + delta, None).
 
-    The backward pass computes the layer again. MLX keeps the outputs of a checkpoint in memory for
-    as long as its inputs. So the layer has a single output: the residual stream, to which the last
-    delta has been added. This is the only input of the next layer.
+    The backward pass computes the layer again. MLX frees the outputs of a gradient checkpoint
+    only when it frees the checkpoint's inputs. So the layer has a single output: the residual
+    stream with the last delta added to it. This sum is the only input of the next layer.
 
-    `mx.checkpoint` differentiates only with respect to its arguments. So the layer's weights are
-    passed as an argument; a checkpoint of the module itself would drop their gradients. The states
-    of earlier levels of the prompt tree are arguments too, because gradients flow through them to
-    the shared prompt. Integers and masks need no gradient, so they are captured by the closure.
+    A gradient checkpoint differentiates only with respect to its arguments. So the layer's weights
+    are passed as an argument; a checkpoint of the module itself would drop their gradients. The
+    states of earlier levels of the prompt tree are arguments too, because gradients flow through
+    them to the shared prompt. Integers and masks need no gradient, so the closure captures them.
     """
     state = context.state
     is_replaced = isinstance(state, TreeLayer | GatedDeltaState | None)
@@ -415,7 +415,8 @@ def compile_between_attentions(model: Model, before: int, after: int) -> Compile
         x: mx.array, attended: list[mx.array], rotation_arrays: list[mx.array], states: list[Any]
     ) -> Any:
         """
-        Returns the inputs of the next attention or the final hidden states, and the new states.
+        Returns two values: the inputs of the next attention, or the final hidden states if there is
+        no next attention; and the new states of the gated delta nets.
 
         attended: the output of the last attention, and the gates if there are any.
         """
@@ -486,7 +487,7 @@ def make_decode_to_hidden_step(model: Model) -> DecodeToHiddenStep:
     compiled_sizes: set[int] = set()  # the numbers of rows for which the loops are compiled
 
     def decode_to_hidden_with_build_lock(tokens: mx.array, cache: Cache) -> mx.array:
-        """The same result. On a CPU, only one process at a time compiles the loops."""
+        """Like `decode_one_token_to_hidden`, but only one process at a time compiles on a CPU."""
         if gpu.on_gpu() or len(tokens) in compiled_sizes:
             return decode_one_token_to_hidden(tokens, cache)
         with cpu.hold_build_lock():
@@ -860,5 +861,5 @@ def rehearse_sampling_and_attention_gradient(model: Model) -> None:
 
 
 if __name__ == "__main__":
-    # doctor.py imports this module, so this module cannot import it, and runs it as a script
+    # doctor.py imports this module, so this module cannot import doctor.py, and runs it as a script
     runpy.run_path(str(Path(__file__).with_name("doctor.py")), run_name="__main__")

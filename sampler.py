@@ -46,7 +46,7 @@ LOOK_EVERY = 4  # steps between two checks for ended rows; a check costs one wai
 
 
 class StopTexts(NamedTuple):
-    """Texts that end a completion at the token that completes one of them."""
+    """The stop texts. A completion ends at the token that completes one of them."""
 
     texts: Sequence[str]
     tokenizer: Any
@@ -55,7 +55,8 @@ class StopTexts(NamedTuple):
         """
         The number of ids up to and including the one that completes a stop text.
 
-        The first `num_searched` ids are known to complete none. Returns None if no later id does.
+        The first `num_searched` ids are known to complete no stop text. Returns None if no later id
+        completes one.
         """
         # A token has at least one byte. The 4 additional tokens cover a character that is split
         # between tokens, and a space that decoders strip.
@@ -79,7 +80,7 @@ class StopTexts(NamedTuple):
 
 
 class SamplingParams(NamedTuple):
-    """How to sample and end completions. Top-p, top-k and min-p are off at 1, 0 and 0."""
+    """How to sample and end completions. Top-p is off at 1, top-k and min-p at 0."""
 
     max_tokens: int | Sequence[int] = 256  # one limit for all completions, or one per row
     temperature: float = 1.0  # 0 is greedy
@@ -112,11 +113,11 @@ class RolloutStats(NamedTuple):
     """The cost of a rollout."""
 
     prefill_s: float  # wall-clock seconds
-    decode_s: float  # the remaining seconds
-    cache_bytes: int  # of the largest cache
+    decode_s: float  # wall-clock seconds of the rest of the rollout
+    cache_bytes: int  # the size of the largest cache
     wait_s: float = 0.0  # seconds spent waiting for tools and environments
     speeds: Sequence[float] = ()  # completion tokens per second of each rank
-    # why episodes of an outside harness failed, a text for each; None without such a harness
+    # the reason for each failed episode of an outside harness; None if there is no such harness
     failures: Sequence[str] | None = None
 
 
@@ -126,16 +127,17 @@ class Rollout(NamedTuple):
     completion_ids: mx.array  # (N, T) int32, pad_id after the end
     logprobs: mx.array  # (N, T) float32 nats, 0 after the end
     mask: mx.array  # (N, T) float32, 1 up to and including the end token
-    # "stop" at an end token or stop text, "length" at max_tokens; for turns see `layers.turns`
+    # why each row ended: "stop" at an end token or stop text, or "length" at max_tokens;
+    # `layers.turns` lists the reasons for rows with turns
     finish_reasons: list[str]
     stats: RolloutStats
-    # (N, T) float32 nats, of each token's distribution, 0 after the end
+    # (N, T) float32 nats, the entropy of each token's distribution, 0 after the end
     entropy: mx.array | None = None
     # N lists, for rows with turns: all ids after the prompt, including the replies to the row
     sequences: list[list[int]] | None = None
     # N lists, for rows with turns: the position in `sequences` of each sampled token
     places: list[list[int]] | None = None
-    stop: StopTexts | None = None  # of the sampling parameters
+    stop: StopTexts | None = None  # the stop texts in the sampling parameters
 
     @property
     def lengths(self) -> np.ndarray:
@@ -178,8 +180,8 @@ def choose_token(
     Samples a token for each row of (N, V) logits.
 
     Returns the token, its log-probability and the entropy of its distribution, (N,) each. An unused
-    entropy is never computed. Temperature 0 takes the likeliest token; its log-probability and
-    entropy are then those at temperature 1.
+    entropy is never computed. At temperature 0, the token is the likeliest one, and the
+    log-probability and the entropy are those at temperature 1.
     """
     temperature = params.temperature
     if temperature == 0:
@@ -305,7 +307,7 @@ class DecodeState:
         return bool(self.ended[row])
 
     def drop_all_tokens(self, rows: Sequence[int]) -> None:
-        """Drops all tokens of these rows, which begin again after memory ran out."""
+        """Drops all tokens of these rows, so that they can begin again after memory ran out."""
         self.lengths[rows] = 0
         self.num_searched[rows] = 0
 
@@ -400,8 +402,8 @@ class SlotDecoder(Decoder):
     ):
         """
         prompt_logits: the logits after each prompt, (prompts, V). prompt_of: the rows in the order
-        in which they begin, each with the index of its prompt. If an earlier attempt ran out of
-        memory, its rows begin again.
+        in which they begin, each with the index of its prompt. Rows of an earlier attempt that ran
+        out of memory begin again, without their earlier tokens.
         """
         super().__init__(model, cache, state.params)
         self.prompt_logits = prompt_logits
@@ -440,7 +442,7 @@ class SlotDecoder(Decoder):
         self.append_and_update_logits(self.sample_into_unread_steps())
 
     def read_all_but_newest(self, num_newest: int) -> None:
-        """Writes the tokens of all unread steps except the newest `num_newest` to the state."""
+        """Writes the tokens of unread steps to the state, except the newest `num_newest` steps."""
         while len(self.unread_steps) > num_newest:
             self.state.append_unless_ended(*self.unread_steps.pop(0))  # wait
 
@@ -504,7 +506,7 @@ def decode(decoder: SlotDecoder) -> None:
     last_column = decoder.uniforms.shape[1] - 1
 
     for step in itertools.count():
-        # An ended row keeps sampling until its end is read, but takes up no more columns.
+        # Tokens of an ended row are sampled until its end is read, but take up no more columns.
         np.minimum(cache.lengths, last_column, out=cache.lengths)
         sampled = decoder.sample_into_unread_steps()
         is_full = decoder.num_sampled[decoder.rows] >= state.limits[decoder.rows]
@@ -642,7 +644,11 @@ def sample_with_retries(
 
 
 def make_rollout(state: DecodeState, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
-    """The rollout of rows that have all ended. Raises `NonFiniteLogprob` if any token has one."""
+    """
+    The rollout of rows that have all ended.
+
+    Raises `NonFiniteLogprob` if the log-probability of a token is not finite.
+    """
     width = int(state.lengths.max())
     mask = np.arange(width) < state.lengths[:, None]
     is_wrong = mask & ~np.isfinite(state.columns[1][:, :width])

@@ -2,8 +2,9 @@
 The HTTP endpoint at which an outside harness asks the policy for tokens.
 
 `POST /inference/v1/generate` samples one turn, and `GET /v1/models` names the model and the length
-of its context. The endpoint runs in a thread of its own, and listens only on this machine. It puts
-every request into a queue, from which the thread with the model takes and answers it.
+of its context. The endpoint runs in a thread of its own, and accepts connections only from this
+machine. It puts every request into a queue. The thread with the model takes the requests from this
+queue and answers them.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from serving.requests import (
 
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
-MOST_BODY_BYTES = 16 << 20  # of a request
+MOST_BODY_BYTES = 16 << 20  # the largest size of a request's body
 START_SECONDS = 30.0
 SHUTDOWN_SECONDS = 1.0  # how long `close` waits for requests that are still open
 
@@ -41,7 +42,7 @@ class Endpoint:
     The endpoint, which runs until `close`.
 
     most_open: the most requests that may wait for replies at the same time. The endpoint answers
-    further ones at once with the status 503, after which OpenAI's clients try again later.
+    further requests at once with the status 503, after which OpenAI's clients try again later.
     """
 
     most_open = 0

@@ -2,14 +2,14 @@
 The episodes of a rollout that an outside harness plays.
 
 The harness asks the endpoint for each turn of the model. A request contains the whole conversation
-so far: the ids of the previous request and of its reply, and then those that the environment has
+so far: the ids of the previous request and of its reply, and then the ids that the environment has
 added. `ServedEpisodes` connects two sides:
 
 - The sampler (layers/turns.py) ends a turn. The turn becomes the reply to the open request.
 - The harness sends the next request. The ids that the environment has added continue the row.
 
-An episode ends when the harness reports its result. An episode that fails has an `error`, and does
-not disturb the others.
+An episode ends when the harness reports its result. A failed episode has an `error`, and does not
+affect the other episodes.
 
 This file does not cover HTTP (serving/endpoint.py), the process of the harness (serving/harness.py)
 or samples (step/player.py).
@@ -33,13 +33,14 @@ from serving.endpoint import RequestCancellation
 from serving.harness import POLL_SECONDS, Harness
 from serving.requests import FIXED_SETTINGS, OFF, GenerateRequest, PendingRequest, RefusedRequest
 
-# First requests are gathered until none has come for so many seconds: GATHER_SECONDS if at least
-# half of the episodes have sent theirs, else FEW_GATHER_SECONDS, as programs that have just been
-# started send theirs one after another.
+# The first requests of a wave are gathered until the harness has been quiet for GATHER_SECONDS. If
+# fewer than half of the episodes have sent a request, the limit is FEW_GATHER_SECONDS, because
+# programs that have just been started send their requests one after another.
 GATHER_SECONDS = 0.5
 FEW_GATHER_SECONDS = 5.0
 CANNOT_REPEAT = "memory ran out, and a turn could not be repeated exactly"
-MOST_LOGPROB_DIFFERENCE = 1e-4  # between a log-probability and the one that the harness reports
+# the largest difference between the log-probability that was sent and the one in the result
+MOST_LOGPROB_DIFFERENCE = 1e-4
 
 
 class Turn(NamedTuple):
@@ -68,10 +69,11 @@ class ServedEpisode:
     pending: PendingRequest | None = None  # the request that has no reply yet
     prompt: list[int] = dataclasses.field(default_factory=list)  # the ids of the first request
     turns: list[Turn] = dataclasses.field(default_factory=list)
-    # the ids that the environment has added after each turn; for the last turn, only once the next
-    # request has arrived
+    # the ids that the environment has added after each turn; those after the last turn are missing
+    # until the next request arrives
     additions: list[list[int]] = dataclasses.field(default_factory=list)
-    num_sampled_turns: int = 0  # fewer than `turns` while a row repeats them after memory ran out
+    # fewer than `turns` while the row samples its turns again after memory ran out
+    num_sampled_turns: int = 0
     end_reason: str = ""  # the limit at which the row ended: "length" or "context"
     outcome: EpisodeOutcome | None = None
     error: str = ""  # why the episode cannot be used
@@ -123,7 +125,7 @@ class ServedEpisodes:
         timeout: float,
     ):
         """
-        params: the sampling settings of all turns; a request that sets others is refused.
+        params: the sampling settings of all turns; a request with different settings is refused.
         context: the most tokens of a conversation. timeout: an episode fails if the harness gives
         no sign of it for this many seconds.
         """
@@ -196,8 +198,10 @@ class ServedEpisodes:
 
     def begin_or_restart_decoding(self, rows: list[int]) -> None:
         """
-        These rows begin, and no others are decoded until they are over. A row that begins again
-        because memory ran out first samples the turns again that the harness has already received.
+        Begins these rows. No other rows are decoded until these rows are over.
+
+        If a row begins again because memory ran out, the turns that the harness has already
+        received are sampled again first.
         """
         self._rows = set(rows)
         self._ready = {}
@@ -215,7 +219,7 @@ class ServedEpisodes:
         return episode.pending.request.max_tokens if episode.pending else None
 
     def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray) -> None:
-        """Sends a turn to the harness."""
+        """Sends a turn to the harness, unless the harness has received it before memory ran out."""
         episode = self.wave[row]
         number = episode.num_sampled_turns
         episode.num_sampled_turns += 1
@@ -225,7 +229,7 @@ class ServedEpisodes:
         self._record_turn_and_answer_request(episode, ids, logprobs)
 
     def _compare_resampled_turn(self, row: int, number: int, ids: list[int]) -> None:
-        """Compares a turn that was sampled again with the one that the harness knows."""
+        """Compares a turn that was sampled again with the one that the harness has received."""
         episode = self.wave[row]
         if ids != episode.turns[number].ids:
             self._fail_and_cancel_episode(episode, CANNOT_REPEAT)
@@ -237,7 +241,7 @@ class ServedEpisodes:
     def receive_unfinished_turn(
         self, row: int, ids: list[int], logprobs: np.ndarray, reason: str
     ) -> None:
-        """Sends the unfinished turn of a row that has reached a limit to the harness."""
+        """Sends the harness the unfinished turn of a row that has reached a limit."""
         episode = self.wave[row]
         episode.end_reason = reason
         if episode.num_sampled_turns < len(episode.turns):
@@ -273,7 +277,7 @@ class ServedEpisodes:
     def _record_turn_and_answer_request(
         self, episode: ServedEpisode, ids: list[int], logprobs: np.ndarray
     ) -> None:
-        """Answers the episode's request with a turn."""
+        """Records a turn of the episode, and sends the turn as the reply to the open request."""
         limit = None
         if episode.pending:
             limit = episode.pending.request.max_tokens
@@ -287,7 +291,7 @@ class ServedEpisodes:
 
     def _handle_event(self, timeout: float) -> bool:
         """
-        Takes at most one event. Returns whether there was one.
+        Handles the next event, if there is one. Returns whether there was one.
 
         Raises HarnessEnded if the harness has ended.
         """
@@ -313,7 +317,7 @@ class ServedEpisodes:
         self.harness.refuse_repeated_message(message)
         assert isinstance(number, int)
         episode = self._by_number.get(number)
-        if episode is None:  # the result of an episode of an earlier rollout, which was cancelled
+        if episode is None:  # a cancelled episode of an earlier rollout
             return
         episode.last_sign = time.monotonic()
         if kind == "session":
@@ -322,7 +326,7 @@ class ServedEpisodes:
             self._receive_result(episode, message)
 
     def _connect_session(self, episode: ServedEpisode, session: Any) -> None:
-        """Connects the requests with a session's name to the episode."""
+        """Assigns all requests that have this session's name to the episode."""
         if episode.is_over and episode.session:
             return
         if not isinstance(session, str) or not session:
@@ -365,7 +369,7 @@ class ServedEpisodes:
             self._unannounced[session] = pending
 
     def _fail_episode_of_cancelled_request(self, pending: PendingRequest) -> None:
-        """Ends the row of an episode whose request was given up, so that its slot is free."""
+        """Fails the episode whose request the harness gave up, so that the row's slot is free."""
         session = pending.request.session
         if self._unannounced.get(session) is pending:
             del self._unannounced[session]
@@ -391,7 +395,9 @@ class ServedEpisodes:
         self, episode: ServedEpisode, error: str, is_playing: bool = True
     ) -> None:
         """
-        Ends an episode that cannot be used. is_playing: whether to cancel it at the harness.
+        Ends an episode that cannot be used.
+
+        is_playing: whether the harness still plays the episode, so that it must be told to cancel.
         """
         episode.error = error
         self._drop_request(episode, error)
@@ -406,9 +412,10 @@ class ServedEpisodes:
 
     def _end_row_of(self, episode: ServedEpisode) -> None:
         """
-        Ends the episode's row in the wave, unless it has ended at a limit.
+        Ends the episode's row in the wave, unless the row has ended at a limit.
 
-        A row that repeats its turns after memory ran out ends when it has repeated all of them.
+        A row whose turns are sampled again after memory ran out ends only after the last of these
+        turns, or at once if the episode has failed.
         """
         if episode not in self.wave or episode.end_reason:
             return
@@ -423,7 +430,7 @@ class ServedEpisodes:
         for episode in self.episodes:
             if episode.is_over or episode.pending:
                 continue
-            # an episode that has not begun may wait for the others
+            # an episode that has not begun may be waiting for other episodes
             last_sign = episode.last_sign if episode.session else self.last_event
             if now - last_sign > self.timeout:
                 self._fail_and_cancel_episode(
@@ -453,7 +460,7 @@ class ServedEpisodes:
             return
         addition = pending.request.token_ids[len(episode.ids) :]
         episode.additions.append(addition)
-        # after memory ran out, the row may not have begun again or not have come to this turn
+        # after memory ran out, the row may not have begun again, or may not have reached this turn
         row = self.wave.index(episode)
         if row in self._rows and episode.num_sampled_turns == len(episode.turns):
             self._ready[row] = addition
@@ -462,9 +469,10 @@ class ServedEpisodes:
         self, episode: ServedEpisode, request: GenerateRequest
     ) -> bool:
         """
-        Raises RefusedRequest unless the request continues the conversation of its episode.
+        Raises RefusedRequest unless the request continues the conversation of its episode, or
+        repeats the previous request.
 
-        Returns whether the request repeats the previous one, whose reply the client has lost.
+        Returns whether the request repeats the previous one, because the client lost the reply.
         """
         if episode.is_over:
             raise RefusedRequest(f"the episode has ended: {episode.error or 'its result is known'}")
@@ -502,7 +510,7 @@ class ServedEpisodes:
         return False
 
     def _check_settings(self, request: GenerateRequest) -> None:
-        """Raises RefusedRequest if the request has other sampling settings than the run."""
+        """Raises RefusedRequest if a sampling setting of the request differs from the run's."""
         for name in FIXED_SETTINGS:
             given = request.settings.get(name)
             value = float(getattr(self.params, name))
@@ -531,7 +539,7 @@ class ServedEpisodes:
 
 def read_outcome(message: dict[str, Any]) -> EpisodeOutcome:
     """
-    The outcome in a result of the harness.
+    Reads the outcome of an episode from the message with its result.
 
     Raises ValueError if the harness reports an error, or if a field is missing or has a wrong type.
     """
@@ -593,8 +601,9 @@ def refuse_other_conversation(episode: ServedEpisode, message: dict[str, Any]) -
     """
     Raises ValueError if the result does not describe the conversation that was sampled.
 
-    The ids must be equal up to the last token that the model wrote, and so must be the positions of
-    the model's tokens. If the result has log-probabilities, they must be those that were sent.
+    The result must contain the sampled conversation's ids, up to the last token that the model
+    wrote, and the positions of the model's tokens. If the result contains log-probabilities, they
+    must be those that were sent.
     """
     if not episode.turns:
         raise ValueError("it ended before the model's first turn")

@@ -2,8 +2,8 @@
 The requests of the endpoint, in the format of vLLM's `/inference/v1/generate`, and their replies.
 
 A request holds the token ids of a whole conversation up to the model's next turn. The reply holds
-the ids of this turn and the log-probability of each. This file checks requests and writes replies;
-serving/endpoint.py receives them, and serving/episodes.py answers them.
+the ids of this turn and the log-probability of each id. This file checks requests and writes
+replies. serving/endpoint.py receives the requests, and serving/episodes.py answers them.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 FIXED_SETTINGS = ("temperature", "top_p", "top_k", "min_p")
 # the values with which vLLM switches a setting off
 OFF = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
-# settings that would change the distribution, which is the policy's own
+# settings that would change the distribution of the tokens, each with the only allowed value
 NEUTRAL = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -22,7 +22,7 @@ NEUTRAL = {
     "n": 1,
     "min_tokens": 0,
 }
-LARGEST_NUMBER = 1e9  # of a setting
+LARGEST_NUMBER = 1e9  # the largest allowed value of a setting
 UNSUPPORTED = (
     "stop",
     "ignore_eos",
@@ -137,10 +137,14 @@ def make_generate_reply(
 
 
 class PendingRequest:
-    """A request that waits for its reply. Another thread than that of the endpoint answers it."""
+    """A request that waits for its reply, which a thread other than the endpoint's sends."""
 
     def __init__(self, request: GenerateRequest, number: int):
-        """number: the number of the request, for its id. Called in the thread of the endpoint."""
+        """
+        number: the number in the request's id.
+
+        This method must be called in the endpoint's thread.
+        """
         self.request = request
         self.id = f"gwen-{number}"
         self.loop = asyncio.get_running_loop()

@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         start = run_files.saved_or_initial_adapter_path(args.run, 0) if args.run else None
         config, description = choose_config_and_description(args)
 
-        # only a run with --loss-type sft has held-out replies, and its settings have no data here
+        # only a run with --loss-type sft has held-out replies; `config` does not name its data file
         has_replies = config.data.task == "own" and not config.data.path
         if has_replies and args.run and not args.data:
             record = evaluate_sft_run(args, parser, adapter, start)
@@ -214,7 +214,7 @@ class Policy(NamedTuple):
     answer: AnswerFunction
     tokenizer: Any
     model_config: Any
-    # a model that `lora.with_initial_weights` turns into the model before training, if available
+    # a model that `lora.use_initial_weights` turns into the model before training, if available
     base: gwen.Model | None
     server: "ServedPolicy | None" = None
 

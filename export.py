@@ -118,7 +118,8 @@ def export_and_print_summary(args: argparse.Namespace, adapter: str) -> None:
     least = least_bytes_to_write(args.model, adapter, args.export, args.bits or 16)
 
     with make_and_set_temp_dir_beside(args.out, least) as scratch:
-        # for the merged model in 16 bits, which is needed only if the result has fewer bits
+        # a directory for the merged 16-bit model, which is needed only if `result_dir` gets a model
+        # of fewer bits
         bits16_dir = scratch / "wide"
         result_dir = scratch / "made"
         with name_out_in_write_errors(args.out), alive.show_activity(f"writing {args.out}"):
@@ -171,8 +172,8 @@ def write_export_and_return_summary(
     Writes the model or adapter to `result_dir`, and returns a summary.
 
     run: the run that trained the adapter, or None if the run is unknown.
-    bits16_dir: the directory for the 16-bit model, which is written first if the result has fewer
-        bits and is rounded from the 16-bit model or compared with it.
+    bits16_dir: the directory for the 16-bit model. This model is written first if the model in
+        `result_dir` has fewer bits, and is rounded from the 16-bit model or compared with it.
     """
     has_few_bits = args.bits in FEW_BITS
     template_run = None if args.keep_template else run

@@ -42,7 +42,7 @@ def add_path_to_os_errors(path: str | Path) -> Iterator[None]:
     Add `path` to each OSError that is raised inside the block and does not name a file.
 
     For example, an error from writing to a full disk names no file. The tokenizers library raises a
-    plain Exception whose message ends in "(os error 28)". An OSError with `path` replaces it.
+    plain Exception whose message ends in "(os error 28)", which becomes an OSError with `path`.
     """
     try:
         yield
@@ -189,7 +189,7 @@ class Parser(argparse.ArgumentParser):
         exit_with_error(message.removeprefix("argument "))
 
     def _explain_unknown_flags(self, words: list[str]) -> str:
-        """Return a sentence with advice for each unknown flag in words that were not parsed."""
+        """Return a sentence of advice for each unknown flag among the words left unparsed."""
         valid_flags = [flag for action in self._actions for flag in action.option_strings]
         unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")]
         if not unknown:
@@ -238,7 +238,7 @@ def parse_stop_text_and_print_notes(word: str) -> str:
 
     Prints a line on stderr for each escape.
     """
-    # an escape -> the rest of the line about it
+    # an escape -> the rest of the line that is printed about the escape
     notes = {
         escape: "is left as two characters; to give a control character in Bash, write $'...'"
         for escape in _MAYBE_LATEX.findall(word)

@@ -27,8 +27,8 @@ from text.printable import escape_and_redact_for_printing, escape_invisible
 # the errors that reading a record raises if figures are missing from the record
 DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError)
 MOST_CHARACTERS = 60  # the most characters of a setting's value that a table shows
-# A comparison that is wider than the terminal, or elsewhere wider than this, is followed by the
-# command for a CSV table.
+# If a comparison is wider than the terminal, the command for a CSV table is printed below it. If
+# the output is not a terminal, this number of columns is the limit instead.
 WIDEST = 160
 RUN_COLUMNS = [
     "run",

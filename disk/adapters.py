@@ -124,7 +124,7 @@ def base_of_adapter_if_different(adapter_path: str | Path, model: str | Path) ->
 
 
 def _name_without_owner_or_revision(model: str) -> str:
-    """The name of a model in lower case, which is the same for a hub model and a local copy."""
+    """The last part of a model's name, in lower case; the same for a local copy of a hub model."""
     return Path(model.partition("@")[0]).name.lower()
 
 

@@ -50,7 +50,7 @@ def find_earlier_and_new_changes(
     training_only: Collection[str],
 ) -> list[dict[str, Any]]:
     """
-    Returns the records up to `step`, and a new record for each change since its checkpoint.
+    Returns the records up to `step`, and a new record for each change since that step's checkpoint.
 
     Each record contains the number of evaluations and held-out answers from before the change, if
     the change affects what evaluations measure. No file is written, because the resumed run may
@@ -59,7 +59,8 @@ def find_earlier_and_new_changes(
     before, now: the settings, and the digests of the model, data and files, each by name.
     training_only: the names of the digests that do not affect evaluations.
     """
-    if HELD_OUT not in before[1]:  # an older checkpoint; the data's digest covers these problems
+    # in checkpoints of older versions, the digest of the data covers the held-out problems
+    if HELD_OUT not in before[1]:
         training_only = ()
     records = [record for record in read_changes(run_dir) if record["step"] <= step]
     values = _join_settings_and_digests(*before)
@@ -82,10 +83,10 @@ def find_earlier_and_new_changes(
 
 def write_changes(run_dir: Path, changes: Changes) -> None:
     """
-    Replaces the records of a run by `changes`, or does nothing if these are the records already.
+    Replaces the records of a run by `changes`. Does nothing if the two are equal.
 
-    A run calls this function when it has recorded its first figures after a resume. A resume that
-    fails before that changes nothing, so it leaves no record.
+    A run calls this function when it has recorded its first figures after a resume. So a resume
+    that fails earlier leaves no record.
     """
     if list(changes) != read_changes(run_dir):
         lines = [json.dumps(change, allow_nan=False) + "\n" for change in changes]

@@ -610,8 +610,8 @@ def max_full_checkpoint_disk_bytes(demand: RunDemand, need: MemoryNeed) -> int:
     weights = need.resident["weights"]
     masters = 4 * count_parameters(demand.model).weights
     checkpoint_bytes = masters + need.resident["optimizer"] + weights
-    # While a checkpoint is saved, there is one more. `adapter` and `adapter-best` are two more
-    # copies of the weights.
+    # While a checkpoint is saved, the disk holds one checkpoint more than usual. `adapter` and
+    # `adapter-best` are two more copies of the weights.
     return (checkpoint.MAX_CHECKPOINTS + 1) * checkpoint_bytes + 2 * weights
 
 

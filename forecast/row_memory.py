@@ -98,7 +98,7 @@ def cache_bytes_per_token(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
 
 
 def delta_state_bytes_per_row(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
-    """The bytes of all gated delta nets' states for one row, whatever the row's length."""
+    """The bytes of all gated delta nets' states for one row of any length."""
     if model.delta is None:
         return 0
     layer_state = sum(array.nbytes for array in model.delta.empty_state(1, dtype))
@@ -153,8 +153,8 @@ def choose_rollout_rows(fits_gpu_memory: Callable[[int], bool], max_rows: int) -
     """
     The number of rows that a rollout decodes at once, which is `max_rows` or less.
 
-    fits_gpu_memory: says whether a number of rows fits into memory. This function is not called
-    without a GPU, so that the result is then the same on every machine.
+    fits_gpu_memory: says whether a number of rows fits into memory. Without a GPU, this function is
+    not called, so that the number of rows is the same on every machine.
     """
     if not gpu.on_gpu():
         return min(max_rows, USUAL_ROWS)

@@ -236,7 +236,11 @@ def format_phase_times_and_advice(demand: RunDemand) -> str:
 
 
 def estimate_step_seconds_by_activity(demand: RunDemand, chip: chips.Chip) -> dict[str, float]:
-    """The estimated seconds of a step's rollout, judging and update, as far as the run has them."""
+    """
+    The estimated seconds of a step's rollout, judging and update.
+
+    An activity that the run does not have is left out.
+    """
     costs = estimate_phase_costs(demand, choose_sizes(demand))
     seconds = chips.estimate_phase_seconds(costs, chip)
     if demand.is_sft:

@@ -108,8 +108,8 @@ def _without_arrow_nulls_if_by_pandas(
     spec: str, content: bytes, records: Records, notes: list[str] | None
 ) -> Records:
     """
-    Returns the records, without the nulls that Arrow added if `Dataset.to_json` seems to have
-    written the file.
+    Returns the records. If `Dataset.to_json` seems to have written the file, the nulls that Arrow
+    added are left out.
 
     If the file seems to contain nulls from Arrow, a note is appended to `notes`.
     """

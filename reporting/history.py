@@ -90,7 +90,7 @@ class History:
 
     @functools.cached_property
     def with_comparable_evals(self) -> "History":
-        """The run with only the evaluations since a resume last changed what they measure."""
+        """The run without the evaluations from before the last change of what they measure."""
         num_evals, num_answers = run_changes.num_incomparable_evaluations_and_answers(self.changes)
         if not num_evals:
             return self

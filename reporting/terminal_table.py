@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 
 GAP = "  "  # between two columns
-NARROWEST = 16  # a column of a table of blocks is wrapped to this width at the narrowest
+NARROWEST = 16  # the smallest width to which a column in a block is wrapped
 
 Rows = Sequence[Sequence[str]]
 

@@ -212,7 +212,7 @@ def _paid_threshold_of_each_row(earnings: Earnings) -> list[float]:
     """
     thresholds = []
     for row_earnings in zip(*earnings.values(), strict=True):
-        # Of several best-paid right answers, the one whose wrong answer earns least counts.
+        # If several right answers are paid best, the one whose wrong answer earns least is used.
         pairs = [(right, -wrong) for right, wrong in row_earnings if right > wrong]
         if pairs:
             right, negative_wrong = max(pairs)
@@ -285,7 +285,7 @@ def call_reward_on_texts(
     The values that a reward returns for given texts, each taken as the completion of its row.
 
     The number of tokens is estimated as one per four characters. Raises ValueError in the same
-    cases as `call_and_check_reward`; the message names the row and the completion on which the
+    cases as `call_reward_on_rank0`; the message names the row and the completion on which the
     reward failed.
     """
     if not rows_and_texts:

@@ -146,8 +146,8 @@ def _unify_symbols_and_decimals(parsed: Any) -> Any:
     """
     The same expression in a form in which equal names and equal numbers compare as equal.
 
-    All symbols are real numbers that differ only in their names, except that i is the imaginary
-    unit. Decimals become fractions.
+    Every symbol stands for a real number, and symbols with the same name are the same symbol. The
+    exception is i, the imaginary unit. Decimals become fractions.
     """
     import sympy
     from sympy.core.function import AppliedUndef
@@ -223,7 +223,7 @@ def _index_of_same(expected: Any, candidates: Sequence[Any]) -> int | None:
 
 def _are_same_if_one_is_list(expected: Any, stated: Any) -> bool:
     """
-    Whether two answers are equal, at least one of which is a list.
+    Whether two answers are equal. At least one of the answers must be a list.
 
     The order of the elements matters only if a list is compared with a tuple, or with an open
     interval such as (1, 2).
@@ -292,7 +292,7 @@ def _flatten_union(union: Any) -> Iterator[Any]:
 
 
 def _are_same_if_one_is_relation(expected: Any, stated: Any) -> bool:
-    """Whether two answers are equal, at least one of which is an equation or an inequality."""
+    """Whether two answers are equal. At least one must be an equation or an inequality."""
     if not isinstance(expected, _RelationChain) and _is_equation(stated):
         value = _value_of_equation(stated)
         return value is not None and _are_same(expected, value)

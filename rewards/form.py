@@ -81,10 +81,10 @@ def distinct_word_fraction_in_chunks(text: str) -> float:
 
 def fraction_copied_from_prompt(text: str, prompt: str) -> float:
     """
-    The fraction of a text's words that belong to a run of words copied from the prompt.
+    The fraction of a text's words that belong to a sequence of words copied from the prompt.
 
-    A run has `COPIED_RUN` words, or all words of a shorter text. The result is 0 for a text of
-    fewer than `LEAST_WORDS` words.
+    A sequence has `COPIED_RUN` words, or all words of a shorter text. The fraction is 0 for a text
+    of fewer than `LEAST_WORDS` words.
     """
     words = lowercase_words(text)
     if len(words) < LEAST_WORDS:

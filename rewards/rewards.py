@@ -253,7 +253,8 @@ def call_reward_on_rank0(
     In a run on several ranks, only rank 0 calls the function.
 
     Raises ValueError if the function needs a missing column, raises an error, or returns a wrong
-    value. The message names the reward, and the column, the line of the error, or the row.
+    value. The message names the reward and, depending on the mistake, the missing column, the line
+    that raised the error, or the row with the wrong value.
     """
     arguments = {"prompts": prompts, "completions": completions} | columns
     num_rows = len(completions)

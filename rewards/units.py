@@ -315,7 +315,8 @@ def _read_leading_tokens(text: str) -> list[str]:
     """
     The words and signs at the beginning of a text, as a list of tokens.
 
-    The list ends before the first other character, or before the full stop of a sentence.
+    The list ends before the first character that belongs to no word or sign, or before the full
+    stop of a sentence.
     """
     tokens = []
     place = 0
@@ -410,7 +411,9 @@ def _singular(word: str) -> str:
 
 def units_and_words_agree(right: UnitsAndWords, stated: UnitsAndWords) -> bool:
     """
-    Whether the units and words after two numbers agree, or at least one number has neither.
+    Whether the units and words after two numbers agree.
+
+    They also agree if one of the numbers has neither units nor words.
 
     The stated words must begin with the words of the right answer: if "3 apples" is right, then
     "3 apples left" is right too, and "3 pears" is wrong.

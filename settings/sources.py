@@ -127,7 +127,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 def settings_from_flags(
     args: argparse.Namespace, names: Iterable[str] = SETTINGS
 ) -> dict[str, Any]:
-    """Return those settings in `names`, and `eval_data`, that were given as flags."""
+    """Return the settings that were given as flags, out of those in `names` and `eval_data`."""
     values = {name: getattr(args, name, None) for name in [*names, "eval_data"]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -206,7 +206,7 @@ def resolve_settings(
 
     config_path: the path of a recipe; None means the recipe of the task.
     resume: the directory of a run to continue, or None. The settings of a run to continue are read
-        from its directory and from the flags only.
+        only from this directory and from the flags.
     choose_model: a function from the requested model to the chosen model and the reason.
     """
     if resume:

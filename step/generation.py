@@ -47,7 +47,8 @@ class Player(Protocol):
     ) -> tuple[list[Sample], sampler.RolloutStats]: ...
 
 
-# Tools run in threads at the same time, so the streams are restored after all tools have finished.
+# Tools run in several threads at the same time, so stdout and stderr are restored only after all
+# tools have finished.
 @restore_streams_after_call("a tool or an environment")
 def generate_completions(
     model: gwen.Model,

@@ -15,7 +15,7 @@ import numpy as np
 
 import grpo
 
-# the fields of grpo.Tokens that depend on the policy, so that a loss can train the policy by them
+# the fields of grpo.Tokens that depend on the policy; a loss trains the policy only through these
 POLICY_FIELDS = ("logprobs", "entropies", "divergences")
 # the fields of grpo.Tokens on which a loss may depend
 TOKEN_FIELDS = (

@@ -49,7 +49,7 @@ class Teacher:
         self.config = config
         self.tokenizer = tokenizer
         self.token_budget = token_budget
-        # a larger teacher may have more rows in its output weights, which belong to no token
+        # the output weights of a larger teacher may have additional rows that belong to no token
         self.num_ids = len(student.head_weight)
         self.extra_prompt: str | None = None
         path = config.objective.teacher_prompt

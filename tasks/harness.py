@@ -81,7 +81,7 @@ def receive_examples(harness: Harness, timeout: float) -> dict[str, list[Example
 
 
 def read_example(harness: Harness, split: str, number: int, row: Any) -> Example:
-    """An example of the harness, as the other tasks have it. Raises HarnessEnded if it is wrong."""
+    """Checks and converts an example of the harness. Raises HarnessEnded if it is wrong."""
     try:
         return read_columns(row) | {"split": split, "number": number}
     except ValueError as error:

@@ -56,7 +56,7 @@ def load_conversations_and_task(
 
 
 def _pop_problem_of_each_conversation(conversations: list[Example]) -> list[Example | None]:
-    """Removes the problem from each conversation, and returns the problems with equal columns."""
+    """Removes the problem from each conversation. Returns the problems with the same columns."""
     problems: list[Example | None] = [
         conversation.pop(chats.PROBLEM) for conversation in conversations
     ]

@@ -29,7 +29,7 @@ SUBCOMMANDS = {
     "doctor": "doctor.py",
 }
 
-# `uv tool install` does not read the overrides in pyproject.toml, and needs them in a file.
+# `uv tool install` does not read the overrides in pyproject.toml, so this file repeats them.
 OVERRIDES_FILE = "deploy/overrides.txt"
 
 

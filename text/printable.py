@@ -25,7 +25,7 @@ def escape_and_redact_for_printing(text: str) -> str:
 
 def escape_invisible(text: str) -> str:
     """
-    Write code points in place of characters that would reverse, hide or break text around them.
+    Replace each character that would reverse, hide or break the text around it by its code point.
 
     The replaced characters are control and format characters (bidirectional overrides, zero-width
     marks, fillers and tags), line separators, and lone surrogates, which cannot be written to a

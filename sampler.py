@@ -289,7 +289,8 @@ class DecodeState:
         self.cache_bytes = 0
 
         # For rows with turns: all ids after the prompt, the positions of sampled tokens among them,
-        # and why the row ended: "length" at --max-tokens, "context", or a conversation's reason.
+        # and why the row ended: "length" at --max-tokens, "context" at the limit of the context, or
+        # the reason that its conversation gives.
         self.sequences: list[list[int]] = [[] for _ in range(num_rows)]
         self.places: list[list[int]] = [[] for _ in range(num_rows)]
         self.reasons = [""] * num_rows
@@ -354,8 +355,8 @@ class Decoder:
     """
     Continues the rows of a cache. Each step samples a token for every row and appends it.
 
-    `sample` and `append` queue work on the device and do not wait for it. So a caller can queue
-    the next step before it reads the tokens of this step.
+    `sample` and `append_and_update_logits` queue work on the device and do not wait for it. So a
+    caller can queue the next step before it reads the tokens of this step.
     """
 
     logits: mx.array  # the logits of each row's next token, (N, V)
@@ -611,7 +612,7 @@ def sample_with_retries(
     share_prefix: bool | None,
 ) -> None:
     """
-    Samples the rows of all prompts in batches, and retries with smaller ones if memory runs out.
+    Samples the rows of all prompts in batches. If memory runs out, retries with smaller batches.
 
     Raises ValueError if memory is too small for one row.
     """

@@ -151,7 +151,7 @@ def rollout_bytes(
 
 def choose_rollout_rows(fits_gpu_memory: Callable[[int], bool], max_rows: int) -> int:
     """
-    The number of rows that a rollout decodes at once, which is `max_rows` or less.
+    The number of rows, at most `max_rows`, that a rollout decodes at once.
 
     fits_gpu_memory: says whether a number of rows fits into memory. Without a GPU, this function is
     not called, so that the number of rows is the same on every machine.

@@ -42,8 +42,8 @@ class UpdateTokenCounts(NamedTuple):
     """How many tokens an update processes for each purpose."""
 
     prompt_tokens: float
-    trained_tokens: float  # of completions that are trained
-    measured_tokens: float  # of completions that are computed only for statistics
+    trained_tokens: float  # in completions on which the update trains
+    measured_tokens: float  # in completions that are computed only for statistics
 
     @classmethod
     def from_demand(cls, demand: RunDemand) -> "UpdateTokenCounts":
@@ -158,8 +158,8 @@ def format_step_cost_and_time_line(demand: RunDemand, sizes: MemoryDependentSize
     Return a line with the bytes that a step reads, its FLOPs, and its estimated time.
 
     With a GPU, the time is for this machine. Without a GPU, the line contains the times with 16-bit
-    weights on the base chips of Apple's Macs that have enough memory, or if none has, for
-    the other chips that have enough.
+    weights on each of Apple's base chips that has enough memory. If no base chip has enough, the
+    line contains the times on the other chips with enough memory.
     """
     if gpu.on_gpu():
         fitting_chips = [chips.look_up_or_measure_chip()]

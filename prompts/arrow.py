@@ -136,7 +136,7 @@ def _python_value_from_numpy(value: Any) -> Any:
 
 
 def copy_without_null_keys(value: Any) -> Any:
-    """A copy of a value without the keys that are null, at any depth. Nulls in lists are kept."""
+    """A copy of a value without keys whose value is null, at any depth. Nulls in lists are kept."""
     if isinstance(value, dict):
         return {
             name: copy_without_null_keys(field)
@@ -150,7 +150,7 @@ def copy_without_null_keys(value: Any) -> Any:
 
 def rows_without_inner_nulls(rows: Rows) -> Rows:
     """
-    Copies of rows without the null keys inside column values.
+    Copies of rows in which the values of columns contain no keys whose value is null.
 
     A column whose own value is null is kept.
     """
@@ -204,9 +204,9 @@ def looks_written_by_pandas(json_text: str) -> bool:
 
 def count_inner_nulls(value: Any, *, is_row: bool = True) -> int:
     """
-    The number of null keys inside a value, at any depth.
+    The number of keys inside a value, at any depth, whose own value is null.
 
-    is_row: whether the value is a row or a list of rows. A row's own keys do not count.
+    is_row: whether the value is a row or a list of rows. A row's own keys are not counted.
     """
     if isinstance(value, dict):
         num = 0 if is_row else sum(field is None for field in value.values())

@@ -358,8 +358,8 @@ def _parse_csv_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
 
 def _parse_table_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
     """
-    The rows in the content of a parquet file, an Arrow file, or an Arrow stream, which is what
-    `datasets` saves.
+    The rows in the content of a parquet file, an Arrow file or an Arrow stream. (`datasets` saves
+    Arrow streams.)
     """
     import pyarrow.parquet  # imported here because it takes half a second
 

@@ -3,7 +3,7 @@ Judges by words alone whether an answer repeats itself, copies the prompt or say
 
 A model can exploit some rewards with answers that repeat themselves or copy the prompt, and its
 accuracy may not reveal that. With --reward-gate form, `rewards_capped_at_0_if_form_gate_fails`
-takes the rewards of such answers away.
+gives such answers no reward above 0.
 
 In languages that are written without spaces, a whole sentence counts as one word, so these checks
 do not work.

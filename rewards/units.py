@@ -10,8 +10,8 @@ import re
 from typing import NamedTuple
 
 # Each line contains the name of a unit, its symbols and its other names. Units with a star take the
-# prefixes in `_PREFIXES`. Plurals need no entry. A spelling that is in several lines may mean the
-# unit of each of these lines.
+# prefixes in `_PREFIXES`. Plurals need no entry. A spelling that is in several lines may mean any
+# of the units that these lines name.
 _SPELLINGS = """
 *metre: m, meter
 *gram: g, gramme, gm
@@ -255,9 +255,9 @@ class _UnitReader:
 
     def read_operator(self) -> bool:
         """
-        Reads the next token if it changes or joins units, such as "/", "per", "*" or "square".
+        Reads the next token if it changes or joins units, as "/", "per", "*" and "square" do.
 
-        Returns False, and leaves the token unread, if the token does neither.
+        If the token does neither, returns False and leaves the token unread.
         """
         if not self.remaining_tokens:
             return False

@@ -68,7 +68,7 @@ def _copies_with_advantages(group: list[Sample], advantages: np.ndarray) -> list
 
     advantages: (G,) or (G, K), one row for each chosen sample in order, followed by padding.
     A sample whose advantage is nan becomes unchosen, so that the averages in the loss leave it out.
-    A sample whose advantage is 0 still counts in them.
+    A sample whose advantage is 0 still counts toward them.
     """
     chosen_rows = [row for row, sample in enumerate(group) if sample.is_chosen]
     advantage_of_row = dict(zip(chosen_rows, advantages, strict=False))
@@ -177,7 +177,7 @@ def repeat_turn_advantages_per_token(sample: Sample, advantages: np.ndarray) -> 
 
 
 def counts_in_loss(config: Config, sample: Sample) -> bool:
-    """Whether a sample counts in the loss. --truncated mask excludes samples cut off by length."""
+    """Whether a sample is part of the loss. --truncated mask excludes samples cut off by length."""
     return config.objective.truncated != "mask" or sample.finish_reason != "length"
 
 
@@ -196,11 +196,12 @@ def mark_for_update(
     Copies of all samples with `has_gradient` and `weight` set. A weight of 0 leaves a sample out.
 
     A sample has no gradient if its advantage is 0, unless `all_have_gradient` is true. A sample
-    that was not chosen never has one. If --truncated mask excludes a sample, no average counts it.
+    that was not chosen never has a gradient. A sample that --truncated mask excludes counts toward
+    no average.
 
     Of the samples without a gradient, only one in `MEASURED_OF` is computed, and each step computes
-    different ones. Their weights make them represent the tokens of all samples without a gradient,
-    so that averaged statistics stay unbiased.
+    different ones. These samples are weighted so that they represent the tokens of all samples
+    without a gradient, and averaged statistics stay unbiased.
 
     all_have_gradient: whether the loss has a gradient even where the advantage is 0, as determined
     by `StepLoss`.

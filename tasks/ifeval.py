@@ -11,8 +11,8 @@ sealed.
 
 The task differs from the benchmark IFEval in two ways. First, a keyword must occur as a whole word
 in this task, while the benchmark finds "honest" in "honesty". Second, sentences are counted by the
-sentence splitter that is part of IFEval rather than by punkt. This file does not use features that
-need the data files of nltk, which no package index provides. Therefore no prompt has the
+sentence splitter that is part of IFEval rather than by punkt. No package index provides the data
+files of nltk, so this file does not use features that need them. Therefore no prompt has the
 instruction `change_case:capital_word_frequency`.
 """
 

@@ -48,7 +48,7 @@ class AnswerAudit(NamedTuple):
     """The result of auditing one answer."""
 
     ends_right: bool  # whether the answer's last number is the sum of the problem's two numbers
-    right: bool  # whether `ends_right`, every statement is true, and no other numbers occur
+    right: bool  # whether `ends_right` holds, every statement is true, and no other numbers occur
 
 
 def audit_answer(problem: str, answer: str) -> AnswerAudit:

@@ -1,7 +1,7 @@
 """
 Pads samples into batches, which contain everything that the loss needs.
 
-A row is a prompt and its response. If it saves enough work, the rows share prompts: the model
+A row is a prompt and its response. If sharing saves enough work, rows share prompts: the model
 computes each distinct prompt only once, with a gradient, and all responses to the prompt continue
 from the cached result. Sharing changes neither the position of a token nor the tokens before it, so
 the gradient stays the same. In a response, the loss covers only the tokens that the policy wrote.

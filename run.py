@@ -89,9 +89,9 @@ class Run:
     # the reduced token budget if memory ran out in an update, otherwise None
     least_budget: int | None = None
     on_samples: SamplesHook | None = None  # see `apply_samples_hook`
-    # the result of `names_of_parts_set_in_python` when the run was trained last
+    # what `names_of_parts_set_in_python` returned when the run was last trained
     saved_parts: dict[str, str] = {}  # noqa: RUF012  (never changed in place)
-    # what was changed when the run was resumed; None for a new run, and on all ranks but the first
+    # what was changed when the run was resumed; None for a new run, and on all ranks except rank 0
     changes: list[dict[str, Any]] | None = None
     allow_changes: bool = False  # whether the data and files of a resumed run may have changed
     holds_lock: bool = False  # whether this process has locked the run directory
@@ -147,7 +147,7 @@ class Run:
 
     def _digest_model_and_tokenizer(self) -> dict[str, str]:
         """
-        Digests of the model's weights, the tokenizer, the chat template and further end tokens.
+        Digests of the model's weights, its tokenizer, its chat template and its other end tokens.
 
         A resumed run compares these digests with those in its checkpoint.
         """
@@ -267,9 +267,9 @@ class Run:
 
         The hook may leave samples out, change their advantages, or add samples of earlier steps.
         Samples of earlier steps are marked as replayed, so that their importance ratios are
-        relative to the policy that wrote them. The logs describe the samples that were generated.
-        With several machines, the hook is called on each of them and must return the same samples
-        everywhere.
+        relative to the policy that wrote them. The logs describe the generated samples, even if the
+        hook changes them. With several machines, the hook is called on each of them and must return
+        the same samples everywhere.
 
         Raises ValueError if the hook fails or returns anything but a list of samples.
         """
@@ -301,8 +301,8 @@ class Run:
         """
         Compares the objects that Python sets with those of a resumed run, and records them.
 
-        Raises ValueError if the run is resumed without an object with which it was trained before,
-        unless `allow_changes` is true.
+        Raises ValueError if a resumed run lacks an object that it used in training before, unless
+        `allow_changes` is true.
         """
         current = self.names_of_parts_set_in_python()
         for place, name in self.saved_parts.items():
@@ -331,7 +331,7 @@ class Run:
         Evaluates before the first step, every `eval_every` steps and after the last step.
 
         An evaluation that is already in the log is not repeated. Returns whether this step is the
-        best so far and has not been saved as the best. In that case, the caller saves the run.
+        best so far but has not been saved as the best; if so, the caller saves the run.
         """
         evaluations = self.journal.comparable_evaluations
         is_due = evaluation_is_due(self.config, self.step, evaluations)
@@ -364,7 +364,7 @@ class Run:
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether the run can be saved, because nothing has changed since the last logged step."""
+        """Whether the run can be saved: nothing may have changed since the last logged step."""
         return self.boundary == (self.step, self.learner.num_changes)
 
     def mark_step_complete_and_keep_state(self, step_metrics: dict[str, Any] | None = None) -> None:
@@ -389,9 +389,9 @@ class Run:
         Calls `run_update` and returns its result. If memory runs out, retries with smaller batches.
 
         Each attempt begins with the same state, and has half the token budget of the previous one.
-        If macOS stops the work on the GPU, the update is also retried, but only once. If the
-        weights have already changed, only a run with adapters can retry. With several machines,
-        there are no retries, because all machines must use the same batches.
+        If macOS stops the GPU's work, the update is also retried, but only once. If the weights
+        have already changed, only a run with adapters can retry. With several machines, there are
+        no retries, because all machines must use the same batches.
         """
         was_stopped = False
         while world.size() == 1 and self.sizes.train_token_budget // 2 >= self.longest:
@@ -439,7 +439,7 @@ class Run:
             "least_budget": self.least_budget,
             "settings": self.config.to_flags(self.sizes),
             "sources": self.sources,
-            # a run that was resumed but not trained yet still lacks the saved parts
+            # until a resumed run trains, Python may not have set the saved parts again
             "program_parts": self.saved_parts | self.names_of_parts_set_in_python(),
         }
 
@@ -502,7 +502,7 @@ class GrpoRun(Run):
 
     # the states of the environments after the last complete step
     environment_states: environment_state.States
-    # the class attributes of environments without state; None after the warning about them
+    # class attributes that no checkpoint saves, by name; None after the warning about them
     _class_values: dict[str, str] | None
     _saved_prompts_state: Any = None  # the state of `prompts` in the checkpoint of a resumed run
     _reported_number_of_prompts = False
@@ -572,7 +572,7 @@ class GrpoRun(Run):
         self.mark_step_complete_and_keep_state()
 
     def _make_player(self, config: Config) -> "Player | None":
-        """The player of --env-server, or None. The task has started the harness."""
+        """The player for --env-server (None without it), whose harness the task has started."""
         if self.task.harness is None:
             return None
         from step.player import HarnessPlayer
@@ -772,8 +772,8 @@ class GrpoRun(Run):
         """
         Prints and records which settings of the loss do not change the training.
 
-        The lines depend on `on_samples`, so they come when the training begins. A training that
-        continues prints them again only if they have changed.
+        The lines depend on `on_samples`, so they are printed only when training begins. If training
+        continues later, they are printed again only if they have changed.
         """
         may_replay = self.on_samples is not None
         ineffective = effects.describe_settings_without_effect(
@@ -812,7 +812,7 @@ class GrpoRun(Run):
         return extra
 
     def _warn_once_of_lost_environment_state(self) -> None:
-        """Warns once if an environment has changed class attributes that no checkpoint keeps."""
+        """Warns once if an environment has changed class attributes that no checkpoint saves."""
         if self._class_values is None:
             return
         values = environment_state.describe_unsaved_class_attributes(self.task.environments)
@@ -837,7 +837,7 @@ class GrpoRun(Run):
 
 class SftRun(Run):
     """
-    A run of supervised fine-tuning, which also has the conversations to learn.
+    A run of supervised fine-tuning, together with the conversations to learn.
 
     If --verifier or --reward says how to score answers, evaluations also sample answers to the
     held-out prompts.
@@ -896,8 +896,8 @@ class SftRun(Run):
         """
         Checks the held-out prompts, and records what their scores depend on.
 
-        Returns the number of prompts that an evaluation answers, or None if it answers none.
-        Raises ValueError if a prompt is too long.
+        Returns the number of prompts that the model answers in an evaluation, or None if there are
+        none. Raises ValueError if a prompt is too long.
         """
         config = self.config
         if self.task is None or not config.evaluation.every:
@@ -983,7 +983,7 @@ def held_out_warnings(
     """
     Warnings if few problems are held out, or if held-out problems occur in the training data.
 
-    num_answers: the number of problems that an evaluation answers; None stands for all of them.
+    num_answers: the number of problems that the model answers in an evaluation; None means all.
     """
     num_problems = len(held_out) if num_answers is None else num_answers
     too_few = warnings_of_few_held_out(num_problems, config.to_flags())
@@ -1050,8 +1050,9 @@ def digest_functions_and_files(
     """
     Digests of the files that define the user's functions, and of other files, by path.
 
-    specs: the functions as FILE.py:function. A function of a notebook or program that has no file
-    is digested by its source code. files: further files; those that do not exist are left out.
+    specs: the functions as FILE.py:function. If the main program or a notebook defines a function,
+    only the function's source code is digested. files: other files; those that do not exist are
+    left out.
     """
     digests = {}
     function_files = [functions.file_of_spec(spec) for spec in specs]

@@ -260,7 +260,8 @@ class Trainer:
 
         callbacks: see reporting/callbacks.py.
 
-        Raises a one-line ValueError if the user made a mistake. A new run then leaves no directory.
+        Raises ValueError with a one-line message if the user made a mistake. A new run then leaves
+        no directory.
         """
         callbacks = instantiate_and_check_callbacks(callbacks)
         self.run = trainer.make_or_restore_run_and_open_dir(spec)

@@ -170,7 +170,7 @@ def lock_run_and_load_checkpoint(
     )
     fixed = {name: value for name, value in settings.items() if not SETTINGS[name].later}
     checkpoint.refuse_or_report_changes(path, state, fixed, allow_changes)
-    # needed if the process was killed before it published this checkpoint
+    # needed if the process was killed before it copied the adapter of this checkpoint
     checkpoint.copy_adapter_and_update_best(path, state)
     return state
 
@@ -179,7 +179,8 @@ def make_or_restore_run_and_open_dir(spec: RunSpec) -> GrpoRun | SftRun:
     """
     Makes the run, restores its checkpoint if there is one, and opens its directory and logs.
 
-    Raises a one-line ValueError if the user made a mistake. A new run then leaves no directory.
+    Raises ValueError with a one-line message if the user made a mistake. A new run then leaves no
+    directory.
     """
     if not gc.get_freeze_count():
         # Exclude all imported modules from garbage collection, which would otherwise scan them
@@ -509,8 +510,8 @@ def exit_on_termination() -> Iterator[None]:
     """
     Inside the `with` block, a signal such as SIGTERM ends the program without a traceback.
 
-    The run has been saved and has printed how to continue. The exit status is 128 plus the number
-    of the signal, as in a shell. Ctrl-C still raises KeyboardInterrupt.
+    By then, the run has been saved, and a message has said how to continue. The exit status is 128
+    plus the number of the signal, as in a shell. Ctrl-C still raises KeyboardInterrupt.
     """
     try:
         yield
@@ -565,7 +566,8 @@ def _explain_how_to_continue(run: Any, error: BaseException) -> str:
     Advice with the command that continues the run, or starts it over if nothing was saved.
 
     If memory ran out, the command sets a batch size smaller than the one that failed. If a user's
-    function failed, the command accepts the file that the user will have corrected.
+    function failed, the advice is to correct it first, and a command that resumes the run accepts
+    the corrected file.
     """
     smaller_flag = ""
     # a ValueError about memory was raised by the user's reward function
@@ -606,10 +608,10 @@ def _explain_how_to_continue_in_python(
     allows_changes: bool,
 ) -> str:
     """
-    Advice for a run that train.py cannot resume, because only a Python program has its parts.
+    Advice for a run that train.py cannot resume, because only a Python program can set its parts.
 
     parts: the attributes of the trainer that the program sets, such as "trainer.on_samples".
-    smaller_flag: a flag that needs less memory, or "".
+    smaller_flag: a flag with which the run needs less memory, or "".
     place: what can continue the run: "this process", "this program" or "Python".
     allows_changes: whether the resumed run must accept a function that has changed.
     """
@@ -647,7 +649,7 @@ def _flag_that_needs_less_memory(run: Any, error: BaseException) -> str:
     token_budget = run.sizes.train_token_budget // 2
     if token_budget >= run.longest:
         return f"--train-token-budget {token_budget}"
-    # recomputing layers saves memory, but no GPU time
+    # recomputing layers saves memory, but not GPU time
     has_layers_left = run.sizes.checkpoint_layers < run.model.config.num_hidden_layers
     if has_layers_left and memory.is_out_of_memory(error):
         return "--checkpoint-layers on"

@@ -29,17 +29,17 @@ from machine.output import guard_output
 from serving.episodes import ServedEpisodes
 from serving.harness import Harness, close_harnesses
 
-TIMEOUT = 600.0  # seconds without a sign of life
+TIMEOUT = 600.0  # an episode fails after this many seconds without a sign from the harness
 CONTEXT_MARGIN = 16
 
 
 def random_ids(rng: np.random.Generator, number: int) -> list[int]:
-    """Token ids that every model has."""
+    """Random token ids that exist in every model's vocabulary."""
     return rng.integers(10, 300, number).tolist()
 
 
 def make_conversations(args: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
-    """The prompt of each conversation, and the replies between its turns, joined."""
+    """The prompt of each conversation, and all replies between its turns, joined into one list."""
     rng = np.random.default_rng(args.seed)
     prompts = [random_ids(rng, args.prompt_tokens) for _ in range(args.conversations)]
     replies = [
@@ -49,7 +49,7 @@ def make_conversations(args: argparse.Namespace) -> tuple[list[list[int]], list[
 
 
 class InsideConversations:
-    """An environment in this process: `layers.turns.RowEpisodes`."""
+    """An environment in this process, which implements `layers.turns.RowEpisodes`."""
 
     wait_s = 0.0
 
@@ -61,7 +61,7 @@ class InsideConversations:
         self.ready: dict[int, list[int] | str] = {}
 
     def begin_or_restart_decoding(self, rows: list[int]) -> None:
-        """Nothing is to be prepared."""
+        """Does nothing, because there is nothing to prepare."""
 
     def max_tokens_of_next_turn(self, row: int) -> int:
         return int(self.args.turn_tokens)
@@ -138,7 +138,7 @@ def play_outside(
 
 
 def time_and_print_inside_and_outside(args: argparse.Namespace) -> None:
-    """Times both ways in turns, and prints the table."""
+    """Times both ways in alternation, and prints the table."""
     model = gwen.load_model(args.model) if os.path.isdir(args.model) else gwen.load(args.model)[0]
     num_tokens = args.turns * args.turn_tokens
     params = sampler.SamplingParams(num_tokens + 1)
@@ -197,7 +197,7 @@ def write_message(message: dict[str, Any]) -> None:
 
 
 async def serve_as_harness(args: argparse.Namespace) -> None:
-    """Plays the conversations that it is asked for, until standard input is closed."""
+    """Plays the conversations that Gwen asks for, until standard input is closed."""
     import aiohttp
 
     loop = asyncio.get_running_loop()

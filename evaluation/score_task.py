@@ -68,7 +68,7 @@ class EvalParams(NamedTuple):
     seed: int = 0
     stop: Sequence[str] = ()  # texts that end a completion
     toolbox: Toolbox | None = None
-    player: Player | None = None  # an outside harness, which plays instead of the toolbox
+    player: Player | None = None  # an outside harness that plays episodes in place of the toolbox
 
     @classmethod
     def from_config(cls, config: Config, **changes: Any) -> "EvalParams":
@@ -348,7 +348,8 @@ def join_loss_and_answers(
     """
     Joins the records of `evaluate_loss_on_replies` and `evaluate_task` for one evaluation.
 
-    A figure that both records have, such as the entropy, is that of the sampled answers.
+    If both records have a figure, such as the entropy, the figure of the sampled answers is kept.
+    `eval/s` is the sum of both durations.
     """
     losses = {name: loss_record[name] for name in LOSS_FIGURES}
     seconds = loss_record["eval/s"] + answers_record["eval/s"]

@@ -17,17 +17,19 @@ from machine import gpu
 
 class RowEpisodes(Protocol):
     """
-    Answers the turns of rows: a `tools.episodes.Episodes` or a `serving.episodes.ServedEpisodes`.
+    Answers the turns of rows.
+
+    `tools.episodes.Episodes` and `serving.episodes.ServedEpisodes` implement this interface.
     """
 
     context: int  # the maximum number of positions in a row, including its prompt
     wait_s: float  # how many seconds the sampler has waited for replies
 
     def begin_or_restart_decoding(self, rows: list[int]) -> None:
-        """The rows begin; a row that already had turns begins again."""
+        """Prepares rows for decoding. A row that already had turns starts over from its prompt."""
 
     def max_tokens_of_next_turn(self, row: int) -> int | None:
-        """The most tokens that the row's next turn may have; None if only the row has a limit."""
+        """The maximum number of tokens in the row's next turn; None if only the row has a limit."""
 
     def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray) -> None:
         """The row's turn has ended with these ids, and the row waits for a reply."""
@@ -35,13 +37,13 @@ class RowEpisodes(Protocol):
     def receive_unfinished_turn(
         self, row: int, ids: list[int], logprobs: np.ndarray, reason: str
     ) -> None:
-        """The row has ended because it has reached a limit. ids: those of its unfinished turn."""
+        """The row has ended because it has reached a limit. ids: the ids of its unfinished turn."""
 
     def take_replies(self, wait: bool) -> dict[int, list[int] | str]:
         """
         The ids that rows get before their next turns, or the reasons why rows have ended.
 
-        A row may be ended in the middle of a turn; the tokens of this turn are then dropped.
+        If a row has ended in the middle of a turn, the caller drops the tokens of that turn.
         """
         ...
 
@@ -119,9 +121,8 @@ class TurnScheduler:
         self.replies: dict[int, list[int]] = {}  # the ids that each row gets next
 
         rows = list(prompt_lengths)
-        self.episodes.begin_or_restart_decoding(
-            rows
-        )  # before the turns, whose limits it may change
+        # before the turns begin, because this call may change their limits
+        self.episodes.begin_or_restart_decoding(rows)
         for row in rows:
             state.sequences[row] = []
             state.places[row] = []
@@ -197,7 +198,9 @@ class TurnScheduler:
             self._end_row_at_limit(row, turn, logprobs)
 
     def _is_at_limit(self, row: int) -> bool:
-        """Whether a row can get no more tokens. If it can, only its turn has reached a limit."""
+        """
+        Whether the row itself has reached a limit. Otherwise, only its turn may have reached one.
+        """
         state = self.state
         return state.lengths[row] == state.max_tokens[row] or self._positions_left(row) <= 0
 
@@ -270,7 +273,7 @@ class TurnScheduler:
     # ---- replies
 
     def _prefill_replies(self) -> None:
-        """Prefills the replies of the rows in slots, whose next turns then begin."""
+        """Prefills the replies to the rows in slots, and begins the next turns of these rows."""
         row_of_slot = self.row_of_slot
         replies: dict[int, list[int]] = {}  # by slot
         for slot, row in enumerate(row_of_slot):

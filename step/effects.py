@@ -49,8 +49,9 @@ def describe_settings_without_effect(
     A line for each loss setting that differs from its default but does not change the training.
 
     own_loss: the user's own loss function; None for the loss that --loss-type names.
-    may_replay: whether `Trainer.on_samples` is set, which may add samples of earlier steps. Their
-    importance ratios are not 1, so the lines then name only what has no effect at any ratio.
+    may_replay: whether `Trainer.on_samples` is set. This hook may add samples of earlier steps,
+    whose importance ratios are not 1. The lines then name only settings without effect at any
+    ratio.
     """
     if config.objective.loss_type in ("sft", "distill"):
         return []  # settings/checks.py refuses the settings that these losses cannot use
@@ -67,7 +68,7 @@ def describe_settings_affecting_only_replay(
     config: Config, own_loss: grpo.LossFunction | None = None
 ) -> list[str]:
     """
-    A line if settings of the loss affect only the samples of earlier steps.
+    A line with the loss settings that affect only samples of earlier steps, if there are any.
 
     The line is for a run with `Trainer.on_samples`, which may add such samples. The importance
     ratios of all other samples are 1 if each rollout gets one update.
@@ -106,6 +107,7 @@ def _describe_unused_loss_settings(
             continue
         if may_replay and name == "importance_sampling_correction":
             # without the correction, the old log-probabilities of replayed samples are the sampled
+            # ones
             assert tokens.sampled_logprobs is not None
             replayed = tokens._replace(old_logprobs=tokens.sampled_logprobs)
             if not have_equal_gradients(loss, objective, loss, without, tokens, replayed):

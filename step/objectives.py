@@ -36,7 +36,8 @@ from step.loss import SUMS, make_objective
 NAME_OF_SUM = re.compile("[A-Za-z][A-Za-z0-9_]*")
 
 # If a user's function gives the advantage 0 to at least this many different rewards of a group, the
-# user may want to leave completions out. A baseline equal to one of the rewards gives a single 0.
+# user may want to leave completions out. A function that subtracts a baseline may also give a 0,
+# but only to the one reward that equals the baseline.
 LEAST_ZEROS = 2
 
 
@@ -235,7 +236,9 @@ def _describe_dependence_on_number_of_rows(
 def _raise_if_sum_of_rows_does_not_add_up(
     label: str, name: str, rows: str, loss: grpo.Loss, row_losses: list[grpo.Loss]
 ) -> None:
-    """Raises ValueError unless a sum of several rows is the sum, or the maximum, of the rows."""
+    """
+    Raises ValueError unless a sum for several rows is the sum, or the maximum, of the rows' sums.
+    """
     values = mx.array([row_loss.sums[name] for row_loss in row_losses if name in row_loss.sums])
     if name.endswith("_max"):
         kind = "largest of"

@@ -1,5 +1,5 @@
 """
-Lets an outside harness play the episodes of a rollout, and makes samples of them.
+Lets an outside harness play the episodes of a rollout, and makes a sample from each episode.
 
 The harness has the environment, writes the prompts, runs the tools and computes the rewards. Gwen
 only samples the model's turns. Each episode becomes a sample with its token ids, the positions of
@@ -31,7 +31,9 @@ from tools.toolbox import max_conversation_tokens
 
 
 class HarnessPlayer:
-    """Plays the samples of a run with a harness. context: the most tokens of a conversation."""
+    """
+    Lets a harness play a run's episodes. context: the maximum number of tokens in a conversation.
+    """
 
     def __init__(self, harness: Harness, config: Any, tokenizer: Any, model: ModelConfig):
         """
@@ -63,7 +65,7 @@ class HarnessPlayer:
 
     def encode_prompt(self, example: Example) -> list[int]:
         """
-        The ids that an example's prompt has without tools, for estimates of memory.
+        The ids of an example's prompt without tools, for memory estimates.
 
         The harness encodes the prompt itself. Raises ValueError if the prompt leaves no room for
         the model's turns.
@@ -93,13 +95,13 @@ class HarnessPlayer:
         is_evaluation: bool,
     ) -> tuple[list[Sample], sampler.RolloutStats]:
         """
-        Returns copies of the samples with their episodes filled in, and what sampling cost.
+        Returns copies of the samples with their episodes filled in, and the cost of sampling.
 
         In training, samples whose episodes failed are left out. In evaluations, they have an empty
-        response and no reward. `failures` in the result names the reasons.
+        response and no reward. The field `failures` of the cost lists the errors of these episodes.
 
-        seed: text from which the harness may seed the episodes of a group, together with the
-        group's number.
+        seed: a text. From this text and a group's number, the harness may seed the group's
+        episodes.
 
         The harness plays at most `harness.most_at_once` episodes at the same time.
 
@@ -144,12 +146,12 @@ class HarnessPlayer:
         seed: str,
     ) -> tuple[list[ServedEpisode], dict[int, dict[str, Any]], sampler.RolloutStats]:
         """
-        Plays an episode of each sample, all at the same time.
+        Plays one episode for each sample, all at the same time.
 
         first_row: the number of the first sample's row, which determines its random numbers.
 
-        Returns the episodes, the values that the rollout gives to the samples by episode number,
-        and what sampling cost.
+        Returns the episodes, the values that the rollout gives to the samples (by episode number),
+        and the cost of sampling.
         """
         episodes = ServedEpisodes(
             self.harness,
@@ -205,7 +207,7 @@ class HarnessPlayer:
 
 
 def add_stats(total: sampler.RolloutStats, part: sampler.RolloutStats) -> sampler.RolloutStats:
-    """The cost of two parts of a rollout."""
+    """The total cost of two parts of a rollout."""
     return sampler.RolloutStats(
         prefill_s=total.prefill_s + part.prefill_s,
         decode_s=total.decode_s + part.decode_s,
@@ -216,10 +218,10 @@ def add_stats(total: sampler.RolloutStats, part: sampler.RolloutStats) -> sample
 
 def sample_with_episode(sample: Sample, episode: ServedEpisode, fields: dict[str, Any]) -> Sample:
     """
-    The sample with an episode that has ended well.
+    The sample with the results of an episode that did not fail.
 
     fields: the values that the rollout gives to the sample. A row that was cut off may end with ids
-    of the environment, to which the model has not replied; they are left out.
+    of the environment to which the model has not replied. These ids are left out.
     """
     outcome = episode.outcome
     assert outcome is not None
@@ -263,7 +265,7 @@ def list_tool_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     """
     The tool calls in messages, in the format of `rollouts.jsonl`.
 
-    The harness tells neither how long a call took nor whether it failed.
+    The harness reports neither how long a call took nor whether the call failed.
     """
     records = []
     turn = -1

@@ -63,7 +63,7 @@ class Sample(NamedTuple):
     is_chosen: bool = True
     advantage: float | np.ndarray = 0.0  # a single number, or (T,) with one number per token
 
-    # whether any sample in the group has an advantage other than 0 and counts in the loss
+    # whether any sample in the group has an advantage other than 0 and counts toward the loss
     has_signal: bool = True
     rewards_differ: bool = True  # whether the rewards in the group differ by more than noise
     has_gradient: bool = True

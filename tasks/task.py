@@ -41,7 +41,8 @@ class Task(NamedTuple):
     tools: dict[str, Callable[..., Any]] = {}  # noqa: RUF012
     # the environment classes by their names in the column `environment`; "" if there is only one
     environments: dict[str, type] = {}  # noqa: RUF012
-    # the outside harness that plays the episodes instead: a `serving.harness.Harness`
+    # an outside harness (a `serving.harness.Harness`) that plays the episodes; None if there is
+    # none
     harness: Any = None
 
     def with_reward(self, name: str, reward: Reward) -> "Task":

@@ -223,7 +223,7 @@ def _find_call_mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -
 
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": {}}}
 TURN = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-# a conversation that ends with a call, which the template renders to show what follows a turn
+# A conversation that ends with a call. Rendering it shows what the template writes after a turn.
 EXCHANGE: list[dict[str, Any]] = [{"role": "user", "content": "."}, TURN]
 
 

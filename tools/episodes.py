@@ -97,7 +97,9 @@ def _make_assistant_message(text: str, calls: Sequence[ToolCall]) -> dict[str, A
 
 
 def _result_text_and_error(result: CallResult) -> tuple[str, str | None]:
-    """The text that shows the model a call's result, and the call's error in one line, if any."""
+    """
+    The text that the model is shown as a call's result, and the call's error in one line, if any.
+    """
     error = result.error
     try:
         text = str(result.value)

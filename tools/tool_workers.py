@@ -73,7 +73,7 @@ class ToolWorker:
 
     def call_and_await(self, fn: Callable[[], Any]) -> CallResult:
         """
-        Calls a function, and awaits its value if this is a coroutine.
+        Calls a function, and awaits the returned value if that is a coroutine.
 
         Only the worker's own thread may call this method.
         """

@@ -6,14 +6,15 @@ A harness for `train.py --env-server` that plays the environments of verifiers 0
 
 The first argument is the id of a taskset. The others are values of the environment's configuration,
 NAME=VALUE, where VALUE is a text or JSON. This script runs in the environment's own Python and
-imports nothing of Gwen. It speaks the protocol in serving/harness.py: it lists the examples, plays
-the episodes that it is asked to play, and reports the token ids and the reward of each.
+imports nothing from Gwen. It uses the protocol in serving/harness.py: it lists the examples, plays
+the episodes that Gwen asks for, and reports the token ids and the reward of each episode.
 
 Every agent plays with the harness "null" in the runtime "subprocess", unless a value says
 otherwise. verifiers then starts a program for each episode, so --at-once limits the number of
 episodes that are played at the same time.
 
-Episodes with one agent and one conversation, which only grows, can be trained on.
+Gwen can train on an episode only if it has a single agent, and a single conversation to which
+messages are only added.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 MESSAGES = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with messages
+os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries' output must not mix with messages
 EXCHANGE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -73,7 +74,7 @@ def send(**message: Any) -> None:
 
 
 def parse_values(pairs: list[str]) -> dict[str, Any]:
-    """A nested dictionary of NAME.NAME=VALUE."""
+    """The values in arguments of the form NAME.NAME=VALUE, as a nested dictionary."""
     values: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -102,7 +103,7 @@ def make_environment(taskset: str, values: dict[str, Any]) -> Any:
 
 
 def describe_task(task: Any) -> dict[str, Any]:
-    """A task as Gwen lists it."""
+    """A task in the form in which Gwen lists examples."""
     data = task.data
     prompt = data.prompt
     if isinstance(prompt, list):
@@ -132,7 +133,7 @@ def choose_renderer(policy: dict[str, Any]) -> CustomRendererConfig:
 
 
 def make_context(policy: dict[str, Any]) -> ModelContext:
-    """How agents reach the policy."""
+    """The context that tells agents how to reach the policy."""
     client = TrainClientConfig(
         base_url=policy["url"],
         api_key_var="GWEN_ENV_TOKEN",
@@ -182,7 +183,7 @@ async def play(environment: Any, task: Any, context: ModelContext, number: int) 
 
 
 async def serve(environment: Any, tasks: dict[str, list[Any]]) -> None:
-    """Does what Gwen asks for, until standard input is closed."""
+    """Carries out Gwen's requests until standard input is closed."""
     loop = asyncio.get_running_loop()
     running: dict[int, asyncio.Task[None]] = {}
     context = None

@@ -39,7 +39,9 @@ Mask = mx.array | str | None
 
 
 class QueryRowsReadingCachePart(NamedTuple):
-    """Which of the R rows of a cache part each of the N query rows reads."""
+    """
+    Says which row of a cache part each query row reads, for N query rows and R rows in the part.
+    """
 
     # (R, G) the query rows that read each cache row, padded with 0. If None, the query rows
     # r * G to r * G + G - 1 read cache row r.
@@ -82,7 +84,7 @@ class Cache(Protocol):
     to the `update` method of its cached state. Keys and values are (N, heads, L, size), in the
     order of rows and positions. In an attention layer, `update` returns all keys and values that
     the new tokens may read, including the new ones. The arrays that `update` returns never change
-    afterwards. `attention_masks` returns which token may read which column.
+    afterwards. `attention_masks` says which columns each new token may read.
     """
 
     layers: list[Any]
@@ -425,8 +427,9 @@ class KVCache(Cache):
             return CAUSAL if num_new > 1 else AttentionMasks([QueryRowsReadingCachePart()])
         query = mx.arange(self.length, self.length + num_new)[:, None]
         column = mx.arange(self.length + num_new)[None]
-        # A query in the padding sees its own column. A mask row that is false everywhere gives NaN
-        # on some backends, and 0 * NaN in the values would then make real tokens NaN.
+        # A query in the padding sees its own column. Otherwise, its mask row would be false
+        # everywhere, which gives NaN on some backends, and 0 * NaN in the values would make real
+        # tokens NaN.
         visible = (column >= self.pad[:, None, None]) | (column == query)
         mask = ((column <= query) & visible)[:, None]  # (N, 1, L, length + L)
         begin = mx.clip(self.pad - self.length, 0, num_new)

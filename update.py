@@ -37,7 +37,7 @@ from step.loss import (
 )
 from step.trust_region import LEAST_SHARE, MOST_TRIES, SLACK, BoundedStep, MasterWeights
 
-# the run stops after this many failed updates in a row that a smaller loss scale cannot prevent
+# the run stops after this many consecutive failures that a smaller loss scale cannot prevent
 MOST_FAILURES = 3
 # the learner's attributes that a checkpoint stores in addition to the tensors and the loss scale
 COUNTS = ("failures", "lr_scale", "num_skipped")
@@ -96,7 +96,7 @@ class Learner:
 
         # factor on the scheduled learning rate; lowered when a step moves the policy too far
         self.lr_scale = 1.0
-        # number of rows passed forward through the policy or the reference model since the last
+        # number of rows in forward passes of the policy or the reference model since the last
         # update
         self.num_forwards = 0
         self.num_changes = 0  # number of optimizer steps that changed or began to change this state
@@ -230,8 +230,9 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
                     probed, optimizers.count_optimizer_steps(learner.optimizer)
                 )
             bounded = backtrack_to_target_kl(learner, weights_before, probe, target)
-            # Later steps of the run keep the scale that was small enough. From the second step of
-            # an update on, part of the KL is due to earlier steps, so the scale is at most halved.
+            # Later steps of the run keep the reduced learning rate. From the second step of an
+            # update on, part of the KL is due to earlier steps, so each of these steps at most
+            # halves the rate.
             learner.lr_scale *= max(bounded.scale, 0.5) if bounded_steps else bounded.scale
             bounded_steps.append(bounded)
 
@@ -260,7 +261,7 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
     for name in [*MEASURED, *names_of_loss]:
         if name not in measured:
             continue
-        # a loss function may return a statistic of its own for some batches only
+        # a user's loss may return a statistic of its own in only some of the steps
         values = [stats[name] for stats in step_stats if name in stats]
         if name.endswith("_max"):
             means[name] = max(values)

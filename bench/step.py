@@ -3,8 +3,8 @@ Compares the time of a GRPO step in Gwen and in other trainers: `uv run python -
 
 All trainers train adapters of the same rank on all projections of the same weights, with the same
 data type. All trainers get the same prompts in the chat template, and sample G completions of
-exactly `--max-tokens` tokens per prompt. All trainers use AdamW, a reward that takes almost no
-time, and no KL term, and decode all rows at once.
+exactly `--max-tokens` tokens per prompt. All trainers use AdamW without a KL term, and a reward
+that takes almost no time. All trainers decode all rows at once.
 
 Each engine runs in its own processes, so that no other engine adds to its peak memory. If Gwen and
 the engine need different versions of a package, the engine's version is used. uv keeps the engines'
@@ -228,7 +228,7 @@ def train_with_trl(
 
 class TrainerEngine(NamedTuple):
     run: Callable[[argparse.Namespace, Path, StepTimes, str], None]
-    # the packages that Python imports rather than Gwen's own packages
+    # the packages that Python imports in place of Gwen's versions of them
     packages: tuple[str, ...] = ()
 
 

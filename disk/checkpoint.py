@@ -37,7 +37,7 @@ from text.commands import command_prefix
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 FILES = ("adapter/adapter_config.json", *TENSORS)  # the files of a checkpoint besides state.json
 BEST = "adapter-best"
-MAX_CHECKPOINTS = 3  # older checkpoints are removed
+MAX_CHECKPOINTS = 3  # the number of checkpoints to keep; older ones are removed
 DIGITS = 16  # the number of hexadecimal digits in a digest
 
 

@@ -1,4 +1,4 @@
-"""Finds the GGUF file that a path names. disk/gguf.py, which reads the file, needs MLX."""
+"""Finds the GGUF file that a path names. Unlike disk/gguf.py, this file does not need MLX."""
 
 import os
 from pathlib import Path

@@ -242,7 +242,7 @@ def verify_answers_to_train_problems(
     task: tasks.Task, answers: list[dict[str, Any]]
 ) -> list[float]:
     """
-    Verify the answers to training problems with known right answers, and return their values.
+    Verify answers to training problems whose right answers are known. Returns the values.
 
     Other answers are left out. Returns an empty list if the task has no verifier.
 
@@ -285,7 +285,7 @@ def find_held_out_warnings(
 
 
 class TrialFigures(NamedTuple):
-    """Figures that were measured in a trial, with the model before training."""
+    """Figures that a trial measured with the model before training."""
 
     num_groups: int
     signals: float  # the fraction of the groups in which rewards differ
@@ -341,7 +341,8 @@ class TrialFigures(NamedTuple):
     def max_fraction_ci95_half_width(self) -> float:
         """Half the width of the 95% interval of `signals` or `truncated`, whichever is wider."""
         # In a few groups, a measured fraction of 0 does not mean that the true fraction is 0. So
-        # the interval is computed as if one group more had shown the event, and one had not.
+        # the interval is computed as if there were two more groups, one of which had shown the
+        # event.
         likely = [
             (fraction * self.num_groups + 1) / (self.num_groups + 2)
             for fraction in (self.signals, self.truncated)

@@ -284,7 +284,10 @@ class Rope:
         size = self.size
 
         def pair_index_with_rotations(num_rotations: float) -> float:
-            """The index of the dimension pair that rotates this often in the trained context."""
+            """
+            The index of the dimension pair that makes this many rotations within the trained
+            context.
+            """
             wavelength = trained_length / (num_rotations * 2 * math.pi)
             return size * math.log(wavelength) / (2 * math.log(theta))
 

@@ -61,14 +61,14 @@ class ChatModel:
     seed: int
     context: int  # the maximum number of tokens in a conversation
     toolbox: toolbox_module.Toolbox | None
-    is_before: bool = False  # whether it answers with the weights before training
+    is_before: bool = False  # whether it answers with the weights from before training
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forgets the conversation."""
-        self.episodes: episodes.Episodes | None = None  # with one episode; None without tools
+        self.episodes: episodes.Episodes | None = None  # holds one episode; None without tools
         self.num_turns = 0
         self.cache = KVCache(self.model.config.layer_kinds)
         self.decoder = sampler.Decoder(self.model, self.cache, self.params)
@@ -162,7 +162,7 @@ class ChatModel:
             self.seed, [self.num_turns], limit
         )[0]:
             sampled = decoder.sample(uniform_numbers[None])
-            mx.async_eval(sampled)  # separate from the logits, so that it can be read earlier
+            mx.async_eval(sampled)  # before the next logits, so that it can be read earlier
             decoder.append_and_update_logits(sampled)
             token, logprob = (np.array(value)[0] for value in sampled)  # wait
             if not np.isfinite(logprob):
@@ -376,7 +376,7 @@ def chat_play_or_complete(args: argparse.Namespace) -> None:
 
 
 def refuse_invalid_flags(args: argparse.Namespace, adapter: str | None) -> None:
-    """Raises ValueError if flags have wrong values or do not fit together."""
+    """Raises ValueError if a flag has a wrong value or if flags conflict."""
     check_minimums(args, num=1, max_tokens=1, temp=0, seed=0)
     check_settings({"stop": args.stop, "end_tokens": args.end_tokens})
     for flag, text in (("--prompt", args.prompt), ("--system", args.system)):

@@ -6,7 +6,7 @@ the template in the GGUF file, Ollama uses its own template. Otherwise, Ollama j
 without their roles. So the chat template is rendered here with marker texts in place of the
 messages, and the pieces between the markers become a template in the syntax of Go's text/template.
 
-Tools are not supported, nor are dates other than today's, nor templates that strip spaces around a
+This file does not support tools, dates other than today's, or templates that strip spaces around a
 message or thoughts from a message.
 
 Source: https://github.com/ollama/ollama, template/template.go and parser/parser.go.

@@ -95,8 +95,8 @@ def format_agreement_line(row_name: str, scores: pd.DataFrame) -> str:
     """
     One line of the report, with the columns of the report's header.
 
-    The columns are the name, the number of labels, the fraction of judge's scores that equal the
-    label, the fraction that differ by at most one, and the rank correlation.
+    The columns are the name, the number of labels, the fraction of the judge's scores that equal
+    the label, the fraction that differ by at most one, and the rank correlation.
     """
     difference = (scores.rounded - scores.score).abs()
     same = (difference == 0).mean()

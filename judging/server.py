@@ -46,7 +46,7 @@ OPTIONAL_SETTINGS = (TEMPLATE_SETTINGS, "top_k", "min_p")
 # two names for the same setting, the maximum number of tokens in a reply
 MAX_TOKENS = "max_tokens"
 MAX_COMPLETION_TOKENS = "max_completion_tokens"
-SETTING_REFUSALS = {400, 422}  # status codes with which a server refuses a setting
+SETTING_REFUSALS = {400, 422}  # status codes that a server sends when it refuses a setting
 
 # status codes of refusals that are never due to a system message
 OTHER_REFUSALS = {401, 402, 403, 408, 409, 413, 425, 429}
@@ -59,7 +59,7 @@ ABOUT_ROLES = re.compile(r"system|role|template|jinja", re.IGNORECASE)
 
 
 class ServerSettingNames(NamedTuple):
-    """What messages call the settings of a server: flags and an environment variable."""
+    """The names of a server's settings in messages: flags and an environment variable."""
 
     url: str
     model: str
@@ -149,7 +149,9 @@ class RequestLimiter:
 
     def reset_pauses_for_new_event_loop(self) -> None:
         """
-        Resets everything except the limit, because a new event loop will send the next requests.
+        Resets the running requests and the current pause for a new event loop.
+
+        The limit and the total counts stay.
         """
         self.num_running = 0
         self.is_paused = False
@@ -414,7 +416,7 @@ class Endpoint:
 
     def _stated_wait_seconds(self, response: RequestOutcome, error: Any) -> float | None:
         """
-        The seconds for which a response says to wait; None if it does not say.
+        How many seconds a response says to wait; None if it does not say.
 
         If the response says to wait until a date, that date is compared with the date of the
         response, or with this machine's clock if the response has no date.

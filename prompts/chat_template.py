@@ -213,8 +213,8 @@ def _find_thought_key(tokenizer: Any, template: str) -> str | None:
     """
     The key from which the template takes a reply's thought; None if the template has no such key.
 
-    template: the template's text. It is a parameter only so that the cached result of an earlier
-        template is not returned after a change of the template.
+    template: the template's text. It is a parameter only so that, if the template changes, the
+        cache does not return the result for the old template.
     """
     question = {"role": "user", "content": "one"}
     for key in THOUGHTS:
@@ -373,8 +373,8 @@ def add_settings_to_template_and_describe(
     """
     Makes other programs that use the tokenizer's chat templates render the same prompts as Gwen.
 
-    Adds statements to the templates, which set whether the model thinks and add the system prompt.
-    Returns a description of what was added, or "" if nothing was added.
+    Adds statements to the templates. These statements set whether the model thinks, and add the
+    system prompt. Returns a description of what was added, or "" if nothing was added.
 
     Most other programs do not pass `enable_thinking` to a template. llama.cpp passes true; mlx_lm
     passes true if the tokenizer has a token <think>, and false otherwise.

@@ -51,7 +51,7 @@ REPLIES_TOO_FAR = (
 
 
 def is_supervised(settings: Mapping[str, Any]) -> bool:
-    """Whether the run learned given replies, so that no reward was trained."""
+    """Whether the run learned given replies, so that training used no reward."""
     return settings.get("loss_type") == "sft"
 
 
@@ -129,7 +129,8 @@ def advise_on_change(
         direction = "falling" if run.figure_name == "loss" else "rising"
         command = command_to_double_steps(run)
         return f"Train longer, because the {run.figure_name} was still {direction}: {command}"
-    # neither two evaluations nor scores of answers show whether the replies are still being learned
+    # two evaluations, or scores of answers, cannot show whether the model is still learning the
+    # replies
     needs_training_loss = len(run.evals) == 2 or run.figure_name != "loss"
     if (
         is_supervised(run.settings)
@@ -219,7 +220,7 @@ def advise_on_gamed_reward(
 
     verifier_is_default: whether the user supplied a reward but no verifier.
     """
-    if is_supervised(settings):  # no reward was trained, so none can have been gamed
+    if is_supervised(settings):  # training used no reward that could be gamed
         return (
             "Read the answers. If right answers are counted as wrong, supply a verifier with "
             "--verifier FILE.py:fn"
@@ -274,10 +275,11 @@ def command_to_evaluate_before_and_after(
     settings: dict[str, Any], quoted_run_dir: str, num_samples: int | None = None
 ) -> str:
     """
-    Returns the command that evaluates a run before and after training and compares the results.
+    Returns the command that evaluates a run's model as it was before and after training.
 
-    The command writes both evaluations into the run's directory. If `evaluate.py` cannot load the
-    run's functions, returns an instruction instead of a command.
+    If evaluations sample answers, the command writes both evaluations into the run's directory and
+    compares them. If `evaluate.py` cannot load the run's functions, returns an instruction instead
+    of a command.
 
     quoted_run_dir: the run's directory, quoted for the shell.
     """

@@ -61,7 +61,7 @@ class RandomlyDrawnAnswer(NamedTuple):
 
 class Verdict(NamedTuple):
     outcome: str  # BETTER, WORSE, SAME or FEW
-    headline: str  # the outcome, and how the score changed if the accuracy did not
+    headline: str  # the outcome; if only the score changed, also whether it rose or fell
     has_gained: bool  # whether significantly more answers are right according to the verifier
     text: str  # the measured figures
     signs: list[str]  # how the run's answers changed, the most telling sign first
@@ -195,7 +195,7 @@ def find_answer_changes(
     """
     form_signs = describe_copying_repetition_and_length(answers_before, answers_after)
     word_signs = describe_risen_words(run.settings, answers_before, answers_after)
-    if advice.is_supervised(run.settings):  # no reward was trained, so none can have been gamed
+    if advice.is_supervised(run.settings):  # training used no reward that could be gamed
         changes = form_signs + word_signs
         if run.figure_name == "accuracy":
             changes = describe_right_answers_never_given(answers_after) + changes

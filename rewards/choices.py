@@ -7,8 +7,8 @@ A choice is one of a few known answers, such as the letter "B" or the label "spa
 - A sentence states a choice if it consists only of the choice, or if it introduces the choice with
   a label, as in "The answer is B". An explanation such as "because A is a sugar" or "not A" may
   follow the choice.
-- `read_choice` takes the first sentence in a text that states a choice. The rest of the text
-  explains the choice, unless the rest takes the choice back.
+- `read_choice` takes the first sentence in a text that states a choice. The rest of the text counts
+  as an explanation, unless it takes the choice back.
 - If no sentence states a choice, the first line may state one, as "B) Chlorophyll" does
   (`_read_opening_option`). If the first line states no choice either, a sentence such as "It must
   be B" may state a choice (`_can_introduce_choice` with may_be_weak).

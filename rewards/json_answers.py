@@ -14,7 +14,7 @@ from rewards import statements
 
 JsonContainer = type[dict[str, Any]] | type[list[Any]]
 
-MOST_BROKEN = 20  # a text with more brackets that do not begin valid JSON states nothing
+MOST_BROKEN = 20  # if more brackets than this do not begin valid JSON, the text states nothing
 _BRACKET = re.compile(r"[{\[]")
 _BEGINS_JSON = re.compile(r"\{\s{0,99}[\"}]|\[\s{0,99}[\"{\[]")
 _NOT = re.compile(r"\b(?:not|never|neither|cannot)\b|n't\b|[\u2260\u00ac]", re.I)
@@ -53,7 +53,8 @@ def read_json_marks_or_whole_text(gold: str, text: str) -> list[str]:
     """
     The pieces of a text that may state the answer, if the right answer is JSON.
 
-    These are the last marked answer with a bracket and its rival guesses, or else the whole text.
+    If a marked answer has a bracket, the pieces are the last such answer and its rival guesses.
+    Otherwise, the only piece is the whole text.
     """
     bracket = "{" if gold.lstrip().startswith("{") else "["
 

@@ -29,7 +29,7 @@ from rewards.units import (
 )
 from sandbox.workers import WorkerPool
 
-# A worker must still compare a pair of formulas.
+# A verdict, or a pair of formulas that a worker must still compare.
 VerdictOrFormulaPair = bool | tuple[str, str]
 
 # The limit on processor time for one answer, in seconds. The slowest answer in the tests takes a

@@ -1,7 +1,7 @@
 """
 Wraps lines to the width of the terminal, so that figures and commands can still be read and copied.
 
-A table is laid out elsewhere (reporting/terminal_table.py).
+reporting/terminal_table.py lays out tables.
 """
 
 import re

@@ -843,7 +843,7 @@ class SftRun(Run):
     held-out prompts.
     """
 
-    task: tasks.Task | None = None  # the held-out prompts to answer; None if none is answered
+    task: tasks.Task | None = None  # the held-out prompts to answer; None if there are none
 
     def __init__(self, config: Config, run_dir: Path):
         from prompts import chats

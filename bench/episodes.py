@@ -3,8 +3,9 @@ Times conversations that an outside harness plays: `uv run python -m bench.episo
 
 The same conversations are played inside, by `sampler.rollout` with an environment in this process,
 and outside, by a harness in another process that asks the endpoint for each turn. Both environments
-only return random tokens, and each turn has a fixed length, so the work is the same. The table
-shows the processor seconds of this process, and the ratio of outside to inside in each round.
+only return random tokens, and each turn has a fixed length, so the model computes the same in both.
+The table shows the processor seconds of this process, and the ratio of outside to inside in each
+round.
 """
 
 import argparse

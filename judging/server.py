@@ -259,7 +259,7 @@ class Endpoint:
 
     @property
     def flag_and_url(self) -> str:
-        """The flag and the URL with which error messages name this server."""
+        """The flag and the URL that identify this server in error messages."""
         return f"{self.flags.url} {self.url}"
 
     def send_chat_requests(

@@ -188,7 +188,7 @@ def find_answer_changes(
     """
     Describes how the answers changed between the first and the last evaluation.
 
-    answers_before, answers_after: the answers to the problems that both evaluations have.
+    answers_before, answers_after: the answers to the problems that are in both evaluations.
 
     A change in length, copying or repetition is an alarm if a judge gives the score, because such a
     change can deceive a judge but not a verifier.

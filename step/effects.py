@@ -48,7 +48,7 @@ def describe_settings_without_effect(
     """
     A line for each loss setting that differs from its default but does not change the training.
 
-    own_loss: the user's own loss function; None for the loss that --loss-type names.
+    own_loss: the user's own loss function; None if --loss-type names one of Gwen's losses.
     may_replay: whether `Trainer.on_samples` is set. This hook may add samples of earlier steps,
     whose importance ratios are not 1. The lines then name only settings without effect at any
     ratio.

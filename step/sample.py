@@ -136,8 +136,9 @@ def mark_replayed_samples(samples: list[Sample], fresh: list[Sample]) -> list[Sa
     """
     Copies of the samples with `is_replayed` set.
 
-    fresh: the samples that the current policy wrote. A sample is replayed if no fresh sample has
-    its log-probabilities. A given reply has no log-probabilities and is not replayed.
+    fresh: the samples that the current policy wrote. A sample counts as replayed unless a fresh
+    sample has the same array of log-probabilities. A given reply has no log-probabilities and is
+    not replayed.
     """
     # a sample that `_replace` changed still has the same array of log-probabilities
     fresh_arrays = {id(sample.logprobs) for sample in fresh}

@@ -1,10 +1,10 @@
 """
 Finds Hugging Face model directories, and reads their configuration, tensors and tokenizer.
 
-`FAMILIES` describes how the families of models differ. This file checks everything that it reads,
-and refuses unsupported features with a message that names them: other families, mixtures of
-experts, sliding windows, and quantization by any program except mlx_lm. The tensors of fused
-projections are joined and split here. The model itself is in gwen.py.
+`FAMILIES` describes how the families of models differ. This file checks everything that it reads.
+It refuses other families, mixtures of experts, sliding windows, and quantization by any program
+except mlx_lm; the error message names the unsupported feature. This file also joins and splits the
+tensors of fused projections. The model itself is in gwen.py.
 """
 
 import contextlib
@@ -302,8 +302,8 @@ def read_layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     """
     Return the kind of each layer, as in `ModelConfig.layer_kinds`.
 
-    By default, every fourth layer has full attention in Qwen3.5, and has no rotary positions in
-    SmolLM3.
+    By default, every fourth layer of Qwen3.5 has full attention, and every fourth layer of SmolLM3
+    has no rotary positions.
 
     Raises ValueError if a list in config.json has the wrong length or contains an unknown kind.
     """
@@ -407,7 +407,7 @@ def _read_rope_numbers(
     scaling: dict[str, Any], rope_type: str, max_positions: int
 ) -> dict[str, Any]:
     """
-    Return the numbers of a rope scaling by name. Missing numbers have their default values.
+    Return the numbers of a rope scaling by name. A missing number gets its default value.
 
     Raises ValueError if the scaling has an unsupported setting.
     """
@@ -577,7 +577,7 @@ def find_quantized_modules(
 
 def dequantize_in_place(weights: dict[str, mx.array], packings: dict[str, dict[str, Any]]) -> None:
     """
-    Replace the quantized weights of modules in the dictionary `weights` by dequantized weights.
+    Replace quantized weights of modules in the dictionary `weights` with dequantized weights.
 
     MLX computes a dequantized weight only when it is needed.
 
@@ -588,7 +588,7 @@ def dequantize_in_place(weights: dict[str, mx.array], packings: dict[str, dict[s
     for name, packing in packings.items():
         scales = weights.pop(f"{name}.scales")
         biases = weights.pop(f"{name}.biases", None)
-        if biases is not None:  # converted to float32, so that the result is rounded only once
+        if biases is not None:  # in float32, so that a weight is rounded only once
             scales = scales.astype(mx.float32)
             biases = biases.astype(mx.float32)
         packed = weights.get(f"{name}.weight", scales)
@@ -644,6 +644,8 @@ def standardize_stored_weights(
 ) -> tuple[dict[str, mx.array], NumSkippedTensors]:
     """
     Return tensors by names such as "model.layers…", and the number of tensors left out.
+
+    Tensors that a text model does not need are left out.
 
     Norms and convolutions from mlx_lm files are converted to the values of Hugging Face files.
     """
@@ -835,7 +837,7 @@ def find_model_directory(path_or_id: str | Path, files_to_download: list[str] = 
 
 
 def is_gguf_model(path_or_id: str | Path) -> bool:
-    """Whether `find_gguf_file` finds the model, or it is `smollm2`, a file in a package."""
+    """Whether a model is a GGUF file. `smollm2` is one too, in a Python package."""
     return path_or_id == "smollm2" or find_gguf_file(path_or_id) is not None
 
 
@@ -868,7 +870,7 @@ def find_or_download_hub_model(hub_id: str, files: list[str] = HUB_FILES) -> Pat
     from huggingface_hub import errors
 
     repo, _, revision = hub_id.partition("@")
-    # Warnings about retries would fill a screen. The error below reports the result in one line.
+    # Warnings about retries would fill a screen. The errors below report a failure in one line.
     huggingface_hub.logging.set_verbosity_error()
     try:
         try:

@@ -242,7 +242,7 @@ def lock_run_dir(run_dir: Path) -> None:
 
 
 def is_locked_by_a_process(run_dir: Path) -> bool:
-    """Whether a process has locked the directory of a run, which means that it trains there."""
+    """Whether a process has locked the directory of a run, which it does to train there."""
     try:
         with (run_dir / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -335,7 +335,7 @@ def read_file_and_function_digests(run_dir: Path) -> dict[str, str]:
     """
     Return the digests of the files and functions that the settings of a run name, by path or name.
 
-    The newest checkpoint has the digests of modules, and of functions in a program or notebook.
+    The digests of modules, and of functions in a program or notebook, are in the newest checkpoint.
     """
     digests = dict(places.read_path_record(run_dir)["files"])
     sources = _read_state_of_newest_checkpoint(run_dir).get("sources", {})
@@ -352,7 +352,7 @@ def read_parts_set_in_python(run_dir: str | Path) -> dict[str, str]:
 
 
 def _read_state_of_newest_checkpoint(run_dir: str | Path) -> dict[str, Any]:
-    """What the newest checkpoint of a run has beside its tensors; empty without a checkpoint."""
+    """The state in the newest checkpoint of a run, without tensors; empty without a checkpoint."""
     states = sorted(Path(run_dir, "checkpoints").glob("step-*/state.json"))
     if not states:
         return {}
@@ -485,7 +485,7 @@ def write_text_atomically(path: Path, text: str) -> None:
     """
     path = path.resolve()
     refuse_replaced_run_dir(path.parent)
-    if path.exists() and not path.is_file():  # Renaming would replace a device by a file.
+    if path.exists() and not path.is_file():  # Renaming would replace a device with a file.
         raise ValueError(f"{path} is not a regular file; choose another path")
     scratch = path.with_name(path.name + ".partial")
     try:

@@ -43,7 +43,7 @@ DATA_CALLS = {
 }
 DATA_CHANGES = ("map", "filter", "train_test_split")  # methods that change a data set
 SFT_LOSSES = "nll", "dft", "chunked_nll"
-# A TRL recipe with one of these names is complete: it trains adapters only if it mentions adapters.
+# A TRL recipe with one of these names is complete, so it trains adapters only if it mentions them.
 COMPLETE = {"model_name_or_path", "reward_funcs", "train_dataset"}
 UNKNOWN = ("missing", "neither TRL nor Gwen has a setting of this name")
 
@@ -57,7 +57,7 @@ class GwenEquivalent(NamedTuple):
 
     key: str  # the name of the setting; "" if there is no such setting
     fixed_value: str  # the value of the setting; "" if it equals the value of the TRL name
-    is_sufficient: bool  # whether the key and the value suffice, without the advice
+    is_sufficient: bool  # whether the user needs no advice besides the key and the value
 
 
 def convert_trl_file(path: str) -> str:
@@ -79,7 +79,7 @@ def convert_trl_file(path: str) -> str:
         key, fixed_value, is_sufficient = find_gwen_equivalent(str(name), kind, advice)
         is_derived = key in derived
         if name == "reward_funcs":
-            # only functions without a file still need a comment
+            # only reward functions without a file still need a comment
             all_names = list_reward_names(recipe)
             value = [reward for reward in all_names if not find_reward_function(path, reward)]
             is_derived = is_derived and not value

@@ -70,7 +70,7 @@ def text_of_last_model_turn(answer: dict[str, Any]) -> str:
     """
     Returns the text of the model's last message in a conversation, or else the completion.
 
-    The text does not contain tool calls that could be read, so it is "" if there is nothing else.
+    Tool calls that could be read are left out, so the text is "" if there is nothing else.
     """
     messages = answer.get("messages", [[]])[0]
     replies: list[str] = [
@@ -148,7 +148,7 @@ def describe_words_used_more(
     """
     Returns a line for each of the words and openings whose use rose most.
 
-    An example is '"captain" in 24% -> 85% of answers'. answers_label: the end of each line.
+    An example is '"captain" in 24% -> 85% of answers'. answers_label: the last words of each line.
     """
     before_words = [quote_words_and_opening(get_text(answer)) for answer in before]
     after_words = [quote_words_and_opening(get_text(answer)) for answer in after]
@@ -162,7 +162,7 @@ def describe_words_used_more(
     num = len(after)
 
     def rises_significantly(word: str) -> bool:
-        """Whether a word's use rose by much, and significantly given how many answers changed."""
+        """Whether a word's use rose by much, and by more than chance would explain."""
         num_changed = 2 * gains[word] - rises[word]
         return rises[word] >= max(LEAST_RISE * num, LEAST_Z * num_changed**0.5)
 
@@ -178,7 +178,7 @@ def describe_words_used_more(
 
 def quote_words_and_opening(text: str) -> set[str]:
     """
-    Returns each word and punctuation mark of a text in quotes, and a phrase with its opening.
+    Returns the words and punctuation marks of a text in quotes, and a phrase about its opening.
 
     An escape such as the `\\d` of a regular expression counts as one word.
     """
@@ -278,7 +278,7 @@ def wrong_with_highest_reward_if_alarming(
     answers_by_step: dict[int, Answers],
 ) -> tuple[set[int], set[int]]:
     """
-    Returns the problems whose answer is wrong but gets the highest reward of the whole run.
+    Returns two sets of problems whose answer is wrong but gets the highest reward of the whole run.
 
     The first set is from the first evaluation, and the second set from the last evaluation. Both
     sets are empty unless the second set is alarmingly large, and larger than the first.

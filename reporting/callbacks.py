@@ -98,7 +98,7 @@ class CallbackCaller:
         self.saved_step = run.saved_step
 
     def call(self, event: str, **values: Any) -> None:
-        """Calls the method called `event` of each callback that has such a method."""
+        """Calls the method named `event` of each callback that has it."""
         for callback in self.callbacks:
             method = getattr(callback, event, None)
             if method is not None:

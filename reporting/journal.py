@@ -2,7 +2,7 @@
 Records a run in files such as `metrics.jsonl` and `rollouts.jsonl`, and in lines on the console.
 
 `PhaseClock` measures how long each phase of a step takes. Pure functions compute the metrics of a
-step; a metric that was not measured is None, and `docs/reference.md` explains the metrics.
+step, which `docs/reference.md` explains. A metric that was not measured is None.
 `Journal` writes all records, prints warnings, keeps track of the best evaluation, and updates the
 live line and the trackers.
 
@@ -43,7 +43,7 @@ from sampler import RolloutStats
 from step.loss import UpdateResult
 from step.sample import Sample, group_samples
 
-# The most answers recorded per evaluation, evenly spread over the held-out problems.
+# At most this many answers are recorded per evaluation, evenly spread over the held-out problems.
 MOST_ANSWERS = 512
 
 
@@ -51,7 +51,7 @@ class PhaseClock:
     """Measures how many seconds each phase of a step takes; a phase cannot contain another."""
 
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
-        self.on_phase = on_phase  # a function that is called with the name of each starting phase
+        self.on_phase = on_phase  # called with the name of each phase when it starts
         self.seconds: dict[str, float] = {}
         self.cpu_share = CpuShare()
         self.wait_s = 0.0  # the seconds in which this process has waited for other ranks
@@ -379,7 +379,7 @@ def completion_records(step: int, samples: list[Sample]) -> Iterator[dict[str, A
             record["extra"] = sample.extra_columns
         record["judge_scores"] = round_scores(sample.scores)
         record["finish_reason"] = sample.finish_reason
-        # each turn may have its own advantage; that of the first turn depends on all rewards
+        # each turn may have its own advantage; the first turn's depends on the rewards of all turns
         record["advantage"] = np.ravel(sample.advantage)[0].item()
         if not sample.is_chosen:
             record["left_out"] = True
@@ -411,8 +411,8 @@ class Journal:
         """
         Opens the logs and removes all records after `step`, the step at which the run resumes.
 
-        changes: what was changed when the run was resumed. These records are written after the
-        first figures of the resumed run. None stands for the records in the run's directory.
+        changes: records of what was changed when the run was resumed. They are written after the
+        first figures of the resumed run. None means the records in the run's directory.
         keep_scores: whether to keep the judge's scores from after `step`. A paid judge's scores are
         kept. A local judge computes its scores again, so that the run repeats bit for bit.
         """
@@ -436,7 +436,7 @@ class Journal:
         )
 
         def list_changes() -> list[dict[str, Any]]:
-            """The records of all changes; only the first rank knows those of this resume."""
+            """The records of all changes; only the first rank knows the changes of this resume."""
             return run_changes.read_changes(run_dir) if changes is None else list(changes)
 
         self.changes = world.compute_on_rank0(list_changes)
@@ -534,7 +534,7 @@ class Journal:
         return figures
 
     def _tell_once_about_failed_episodes(self, number: int, stats: RolloutStats | None) -> None:
-        """Prints and logs why episodes of an outside harness failed, the first time that any do."""
+        """Prints and logs, only once, why episodes of an outside harness failed."""
         if stats and stats.failures:
             text = (
                 f"{len(stats.failures)} episodes failed and were left out, the first because: "
@@ -543,7 +543,7 @@ class Journal:
             self.warn_once(number, health.RunWarning("failed episodes", text))
 
     def _tell_once_about_missing_rewards(self, number: int, samples: list[Sample]) -> None:
-        """Prints and logs how many completions no reward function scored, the first time."""
+        """Prints and logs, only once, how many completions of a step no reward function scored."""
         if samples[0].imputed_components.keys() <= {"rubric"}:
             return  # the judge has a warning of its own
         num_missing = sum(np.isnan(sample.reward_or_nan_if_unreadable) for sample in samples)
@@ -565,7 +565,7 @@ class Journal:
         Also sends the record to the trackers, updates the verdict and the best step, and prints new
         warnings.
         """
-        # write the answers first; a run that stops before writing the record evaluates again
+        # write the answers first: a run that stops before it writes the record evaluates again
         for answer in pick_evenly_spaced(answers, MOST_ANSWERS):
             self.answers.write({"step": step} | answer)
         record = {"step": step} | record | cumulative_costs(self.steps)
@@ -616,7 +616,7 @@ class Journal:
             print_line_to_stderr(f"slow after step {step}: {shortage}.")
 
     def _record_and_warn_of_resume_changes_once(self) -> None:
-        """Writes what was changed on a resume, and warns of it, because the run has now begun."""
+        """Writes what was changed on a resume, and warns of it, now that the run has begun."""
         if self.has_written_changes:
             return
         self.has_written_changes = True
@@ -643,13 +643,13 @@ class Journal:
 
     @property
     def comparable_evaluations(self) -> list[dict[str, Any]]:
-        """The evaluations since a resume last changed what they measure."""
+        """The evaluations since the last resume that changed what evaluations measure."""
         num_before, _ = run_changes.num_incomparable_evaluations_and_answers(self.changes)
         return self.evaluations[num_before:]
 
     @property
     def needs_evaluation_after_change(self) -> bool:
-        """Whether a resume changed what evaluations measure, and the run has made none since."""
+        """Whether a resume changed what evaluations measure, and no evaluation has followed."""
         has_changed = bool(run_changes.changes_that_affect_evaluations(self.changes))
         return (
             has_changed and bool(self.config.evaluation.every) and not self.comparable_evaluations

@@ -55,11 +55,9 @@ from text.printable import escape_invisible
 from tools.calls import format_text_or_conversation
 
 TEMPLATES = Path(__file__).parent / "templates"
-MOST_COMPLETIONS = 2_500_000  # the most bytes of rollouts.jsonl whose completions the page shows
-MOST_ANSWERS = 1_000_000  # the most characters of held-out answers on the page
-MOST_COST = (
-    0.01  # the largest fraction of a run's time spent on writing its page, before the run ends
-)
+MOST_COMPLETIONS = 2_500_000  # the page shows at most this many bytes of rollouts.jsonl
+MOST_ANSWERS = 1_000_000  # the page shows at most this many characters of held-out answers
+MOST_COST = 0.01  # until a run ends, writing its page takes at most this fraction of the run's time
 
 # ---- held-out answers
 

@@ -29,7 +29,7 @@ MEASURES = {
 
 
 def describe_paired_differences(groups: list[SeedGroup]) -> list[str]:
-    """Returns a line about the difference between the first group and each other group."""
+    """Returns a line for each other group about its difference from the first group."""
     lines = []
     for group in groups[1:]:
         line = describe_paired_difference(groups[0], group)

@@ -51,7 +51,7 @@ def load_seed_groups(run_dirs: Iterable[str | Path]) -> list[SeedGroup]:
     """
     Loads runs and puts runs that differ only in their seed into one group.
 
-    Runs whose files differ in content, such as a changed reward, are in different groups.
+    Runs whose files have different contents, such as a changed reward, are in different groups.
 
     run_dirs: directories of runs, or directories that contain one run per seed. The groups are in
     the order of `run_dirs`.

@@ -27,10 +27,10 @@ from prompts.examples import did_you_mean, format_error
 from text.function_specs import format_arguments, parse_arguments, split_off_arguments
 
 T = TypeVar("T")
-# The module that stores the functions of the caller's program that have no global name, such as
-# lambdas.
 # the settings whose functions only change the training, so that evaluate.py does not load them
 TRAINING_FUNCTIONS = ("advantage", "loss_type", "optimizer")
+# The module that stores the functions of the caller's program that have no global name, such as
+# lambdas.
 NAMELESS = "functions_of_a_program"
 ELSEWHERE = "the function exists only in the program that started the run"
 
@@ -232,10 +232,10 @@ def function_name_with_arguments(fn: Callable[..., Any]) -> str:
 
 def only_place_that_has_functions(settings: dict[str, Any]) -> str:
     """
-    Returns where alone the functions that the settings name exist.
+    Returns the only place that has all functions that the settings name; "" if any place has them.
 
-    The place is "this process" if one of them has no global name, "this program" if one of them is
-    defined in the program that started the run, and otherwise "".
+    The place is "this process" if one of the functions has no global name, or else "this program"
+    if one of them is defined in the program that started the run.
     """
     text = str(settings)
     if f"{NAMELESS}:" in text:
@@ -302,7 +302,7 @@ def source_code_if_in_main_program(spec: str) -> str:
 
 
 class UserFunctionError(ValueError):
-    """A user's function raised an error or returned a wrong value, so the user will change it."""
+    """A user's function raised an error or returned a wrong value; the user must correct it."""
 
 
 def call_or_raise_with_location(label: str, fn: Callable[..., T], *args: Any) -> T:
@@ -353,7 +353,7 @@ def _describe_error_with_line(error: BaseException, file: str | None) -> str:
     """
     A one-line description of an error, with the last line of `file` in the error's traceback.
 
-    If another file raised the error, such as that of a library, the description has its line too.
+    If another file raised the error, such as a library's, the description names that line too.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]

@@ -54,7 +54,7 @@ def right_answer_is_number_or_formula(answer: str) -> bool:
 
 
 def compare_math_or_text(gold: str, statement: str) -> VerdictOrFormulaPair:
-    """Compares a statement with the right answer, by value if that is mathematics, else as text."""
+    """Compares a statement with a right answer: mathematics by value, anything else as text."""
     if not right_answer_is_number_or_formula(gold):
         return is_or_ends_in_right_text(gold, statement)
     return compare_mathematics(gold, statement)

@@ -65,8 +65,8 @@ def strip_thoughts(text: str) -> str:
     """
     The text without its thoughts.
 
-    The result begins after the last closing tag of a thought, and ends before a tag that opens
-    another thought. The result is empty if the text begins with a thought that never closes.
+    The returned text begins after the last closing tag of a thought, and ends before a tag that
+    opens another thought. It is empty if the text begins with a thought that never closes.
     """
     if not any(bracket in text for bracket in "<[\u25c1"):
         return text
@@ -469,8 +469,8 @@ def find_marked_answers(text: str) -> tuple[MarkedAnswer, ...]:
     """
     All marked answers in a text, in their order.
 
-    A last line that begins with "Answer:" does not count if it contains another marked answer, such
-    as a box.
+    A last line that begins with "Answer:" is not a marked answer itself if it contains another
+    marked answer, such as a box.
     """
     marks = find_boxes(text) + find_hash_marked_answers(text) + find_answer_tags(text)
     line = find_labelled_answer_in_last_line(text)
@@ -548,7 +548,8 @@ def _are_rival_guesses(text: str, mark: MarkedAnswer, next_mark: MarkedAnswer) -
     Whether two successive marked answers are only guesses.
 
     Two marked answers are guesses if they are in the same line, if they are joined by "or", if the
-    text calls both guesses, or if each is alone on its line and both are in the same paragraph.
+    text calls both of them guesses, or if each is alone on its line and both are in the same
+    paragraph.
     """
     between = text[mark.end : next_mark.begin]
     if "\n" not in between:

@@ -1,10 +1,11 @@
 """
 Verifiers: each returns 1 for a completion that states the right answer of its row, otherwise 0.
 
-A verifier consists of two functions. The reader finds the pieces of a completion that state its
-answer, the statements. The reader tries rules in order, and the first rule that finds a statement
-applies. The comparison decides whether a statement is the right answer. A completion is right only
-if all of its statements are. The dictionary `VERIFIERS` lists the verifiers by name.
+A verifier consists of two functions, a reader and a comparison. The reader finds the statements of
+a completion, which are the pieces that state its answer. It tries rules in order, and the first
+rule that finds a statement applies. The comparison decides whether a statement is the right answer.
+A completion is right only if all of its statements are right. The dictionary `VERIFIERS` lists the
+verifiers by name.
 
 Every rule in the section "What a completion states" of docs/data.md has a function:
 
@@ -108,7 +109,7 @@ def _verdicts_that_mean_right(
     rows: list[list[list[VerdictOrFormulaPair]]],
 ) -> set[VerdictOrFormulaPair]:
     """
-    The verdicts that count as right, namely True and each pair of formulas found equal by a worker.
+    The verdicts that count as right: True, and each pair of formulas that a worker found equal.
 
     All pairs of formulas are sent to the workers at once.
     """

@@ -260,7 +260,7 @@ class Grader:
         self, evaluations: dict[CriterionQuestion, CriterionEvaluation]
     ) -> None:
         """
-        Raises ValueError if the cache has no score, because the judge gave none that is readable.
+        Raises ValueError if the cache has no score, because no evaluation has been readable.
 
         evaluations: the judge's evaluations so far.
         """
@@ -274,7 +274,7 @@ class Grader:
         self, evaluations: dict[CriterionQuestion, CriterionEvaluation]
     ) -> None:
         """
-        Counts evaluations. Warns once, with an example, if too many of the run are unreadable.
+        Counts evaluations, and warns once, with an example, if too many of them are unreadable.
         """
         count = self.unreadable
         count.count_evaluations(evaluations.values())

@@ -145,12 +145,12 @@ class JudgePromptEncoder:
         return self.encode_untrusted(prompt) + self.middle
 
     def encode_answer_segment(self, completion: str) -> list[int]:
-        """The token ids from the answer to the end of what all criteria share."""
+        """The token ids from the answer to the end of the text that all criteria share."""
         return self.encode_untrusted(completion) + self.shared_tail
 
 
 def shared_proper_prefix_length(token_rows: Sequence[Sequence[int]]) -> int:
-    """The number of leading ids that all rows share, less than the shortest row's length."""
+    """The number of leading ids that all rows share, always less than the length of any row."""
     most = max(0, min(map(len, token_rows)) - 1)
     for length in range(most):
         if len({row[length] for row in token_rows}) > 1:

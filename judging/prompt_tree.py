@@ -1,8 +1,8 @@
 """
 Computes the hidden states at the ends of prompts that share beginnings.
 
-The prompts form a tree of token runs, in which each run is computed only once. The caller splits
-the prompts into runs (judging/judge_prompts.py) and reads a value at the end of each prompt
+The prompts form a tree of token runs, and each token run is computed only once. The caller splits
+the prompts into token runs (judging/judge_prompts.py) and reads a value at the end of each prompt
 (judge.py). The cache of keys and values is in layers/tree_cache.py.
 
 Axes: N prompts, M rows of a batch, L positions of a level, C hidden.

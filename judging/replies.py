@@ -152,8 +152,8 @@ def remove_thoughts(reply: str) -> str:
     opening tag is removed.
 
     Unlike this function, `strip_thoughts` in rewards/statements.py keeps only the text after the
-    last closing tag, because a completion ends with its answer. A judge may write the score before
-    an explanation.
+    last closing tag, because a completion ends with its answer. A judge, however, may write the
+    score before an explanation.
     """
     parts = []
     position = 0
@@ -270,8 +270,8 @@ def number_at(text: str, position: int) -> ScoreAndEndOfNumber | None:
 
 # ---- rules
 
-# What a rule finds: a score from 1 to 5, or None, for each number to which the rule applies. The
-# list is empty if the rule does not apply.
+# What a rule finds: for each number to which the rule applies, a score from 1 to 5, or None if the
+# number is not a score. The list is empty if the rule does not apply.
 Scores = list[int | None]
 
 
@@ -328,7 +328,7 @@ def scores_in_json(reply: str) -> Scores:
     """
     Rule: the score is the value of the key `score`, `rating` or a similar label in a JSON object.
 
-    Without such a key, the score is the number in the JSON objects, if they contain only one.
+    Without such a key, the score is the only number in the JSON objects, if there is only one.
     """
     labelled: Scores = []
     overall: Scores = []
@@ -406,7 +406,7 @@ def opening_scores(text: str, was_cut: bool) -> Scores:
     """
     Rule: the score is the number that opens the reply.
 
-    The rule does not apply if the number counts things or numbers the items of a list.
+    The rule does not apply if the number is a count of things or the number of a list item.
     """
     value = number_at(text, 0)
     if value is None or not MAY_FOLLOW.match(text, value.end):
@@ -429,7 +429,7 @@ def candidate_scores_after_any_name(text: str) -> Scores:
 
 def scores_in_verdicts(text: str) -> Scores:
     """
-    Rule: the score is the number in "I give 4", "so 4" or "this is a 4".
+    Rule: the score is the number in a verdict such as "I give 4", "so 4" or "this is a 4".
 
     The number is ignored if the sentence denies the verdict or only supposes it, with a word such
     as "not" or "if".

@@ -1,5 +1,5 @@
 """
-Compares conversations that verifiers plays with the same ones played inside.
+Plays the same conversations with the package verifiers and inside Gwen, and compares them.
 
     uv run train.py --model demo:tools --task calculator --steps 150 --run-dir runs/calculator
     uv run --extra env python -m bench.taskset --run runs/calculator
@@ -42,7 +42,7 @@ MOST_TURNS = 3
 
 
 def command_of_harness(num_episodes: int) -> str:
-    """The command that plays the taskset, in an environment of its own."""
+    """The command that plays the taskset, with Python packages of its own."""
     tasksets = shlex.quote(str(ROOT / "examples" / "environments"))
     adapter = shlex.quote(str(ROOT / "serving" / "adapters" / "verifiers_harness.py"))
     return (
@@ -52,7 +52,7 @@ def command_of_harness(num_episodes: int) -> str:
 
 
 def play_greedily(trainer: Trainer, examples: list[Example], batch_size: int) -> list[Sample]:
-    """One conversation for each example."""
+    """One greedy conversation for each example."""
     run = trainer.run
     assert isinstance(run, GrpoRun)
     player = run.player or run.toolbox

@@ -68,7 +68,7 @@ def load_conversations(
     Loads the training conversations, the held-out conversations, and notes on how they were read.
 
     with_problems: whether each conversation keeps, under the key PROBLEM, the problem that
-    `make_problem` makes of it. The other parameters are the same as in
+    `make_problem` makes from it. The other parameters are the same as in
     `load_training_and_held_out`.
     """
     return load_training_and_held_out(
@@ -76,25 +76,25 @@ def load_conversations(
         None,
         columns,
         _read_conversation_and_problem if with_problems else read_conversation_example,
-        # a reward may read any column, so with problems no column is unread here
+        # with problems, no column counts as unread here, because a reward may read any column
         used_columns=() if with_problems else COLUMNS,
         held_out_keys=held_out_keys,
     )
 
 
 def _read_conversation_and_problem(example: Example) -> Example:
-    """Reads a row's conversation, and keeps the problem that is made of the row."""
+    """Reads a row's conversation, and adds the problem that is made from the row."""
     conversation = read_conversation_example(example)
     return conversation | {PROBLEM: make_problem(example, conversation)}
 
 
 def make_problem(example: Example, conversation: Example) -> Example | None:
     """
-    Makes a problem of a row: a prompt for the model to answer, the right answer and other columns.
+    Turns a row into a problem: a prompt to answer, the right answer and the other columns.
 
-    The prompt is what comes before the last reply that is trained. The right answer is the row's
-    column `answer`, or else this reply without its thought. Returns None if the conversation uses
-    tools, because no tool is called in an evaluation.
+    The prompt consists of the messages before the last reply that is trained. The right answer is
+    the row's column `answer`, or else this reply without its thought. Returns None if the
+    conversation uses tools, because no tool is called in an evaluation.
 
     conversation: what `read_conversation_example` returns for the row.
     """

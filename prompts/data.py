@@ -62,8 +62,8 @@ def load_data(
     old name has another meaning in Gwen.
     read_record: a function that turns a record with renamed columns into an example. The default is
     `read_prompt_example`.
-    notes: a list to which notes for the user are appended, one for each way in which the data may
-    be read differently than the user expects.
+    notes: a list to which notes for the user are appended, one for each way in which Gwen may read
+    the data differently than the user expects.
     used_columns: the columns that `read_record` uses. A note lists any other columns that contain
     text.
 
@@ -294,9 +294,9 @@ def read_answer(answer: Any) -> str | list[str] | None:
     Converts a row's answer to a string, to a list of alternative right answers, or to None if the
     answer is missing.
 
-    A user may write several right answers as a list of strings or numbers, or in SQuAD's layout, an
-    object with the keys `text` and `answer_start`, whose `text` is such a list. Any other object is
-    converted to JSON text.
+    A user may write several right answers as a list of strings or numbers, or in SQuAD's layout: an
+    object with the keys `text` and `answer_start`, in which `text` is such a list. Any other object
+    is converted to JSON text.
 
     Raises ValueError if a list contains anything but strings and numbers. Also raises ValueError
     for a list of single capital letters, because it is unclear whether each of them is right by

@@ -37,7 +37,7 @@ from tasks.task import DATA, Sides, Task
 from text.commands import advice_to_install_extra
 from tools import calls
 
-# the values of settings that are allowed with environments that have `reward_per_turn`
+# with an environment that has `reward_per_turn`, these settings may have only these values
 TURN_SETTINGS = {
     "advantage": ["group"],
     "scale_rewards": ["group", "none"],
@@ -269,7 +269,8 @@ def _choose_or_drop_rubric(task: Task, config: Config) -> Task:
     """
     The task with the rubric that --rubric names, if any.
 
-    Otherwise the task loses its rubric if the user's rewards or a teacher replace it.
+    Without --rubric, the task's own rubric is removed if the user's rewards or a teacher replace
+    it.
     """
     data = config.data
     if data.rubric:
@@ -534,7 +535,7 @@ def _with_tools_environments_and_rewards(task: Task, config: Config) -> Task:
     task = task._replace(tools=tools, environments=environments)
     if config.tools.env:
         if not task.held_out:
-            # a prompt may be on both sides, because the environment decides the task
+            # a prompt may be trained and held out, because the environment decides the problem
             num_held_out = _import_task_module("guess").NUM_HELD_OUT
             task = task._replace(held_out=pick_evenly_spaced(task.train, num_held_out))
         if not config.data.reward and not config.data.rubric:

@@ -1,7 +1,7 @@
 """
 Checks a user's own object that draws the prompts of each step (`trainer.run.prompts`).
 
-The class from which users derive it is in tasks/draws.py.
+The base class of such objects is in tasks/draws.py.
 """
 
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def draw_checked_prompts(
 
 
 def describe_unusual_prompt_count(num_prompts: int, batch: int, step: int) -> str:
-    """A line if a step draws another number of prompts than --batch; "" if not."""
+    """A line if the number of prompts that a step draws is not --batch; "" otherwise."""
     if num_prompts == batch:
         return ""
     return (

@@ -28,7 +28,7 @@ from tasks.task import Task
 
 NAMES = ["auto", *VERIFIERS]
 TASK = Task(name="own", rewards={}, reward_weights={"correct": 1.0})
-# the columns that are read with any rewards; only --task math reads `solution`
+# the columns that are read whatever the rewards are; only --task math reads `solution`
 READ_COLUMNS = (
     "prompt",
     "answer",

@@ -13,7 +13,7 @@ answer as Python code, `eval` is replaced by a function in `rewards/formulas.py`
 cover which problems are drawn in a step (tasks/draws.py).
 """
 
-# ruff: noqa: RUF001  (logic has an or that looks like a v)
+# ruff: noqa: RUF001  (the sign for a logical "or" looks like a v)
 
 import bisect
 import functools
@@ -439,7 +439,7 @@ def _restore_tuple(value: dict[str, Any]) -> Any:
 
 
 def unpack_entry(text: str) -> Any:
-    """The packed entry. Keys that were numbers have become strings."""
+    """The entry in a text by `pack_entry`. Keys that were numbers have become strings."""
     return json.loads(text, object_hook=_restore_tuple)
 
 

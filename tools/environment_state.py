@@ -1,9 +1,9 @@
 """
 Keeps the state that an environment class shares among its instances, such as a level.
 
-A class with state has the class methods `get_state`, which returns a JSON value, and `set_state`,
-which receives this value again. A run stores the state in its checkpoints. This file does not cover
-the state of a single episode, which begins with `reset`.
+A class with state has the class methods `get_state`, which returns the state as a JSON value, and
+`set_state`, which restores the state from this value. A run stores the state in its checkpoints.
+This file does not cover the state of a single episode, which begins with `reset`.
 """
 
 import inspect

@@ -171,8 +171,8 @@ def group_advantages(
     deviation of the group (GRPO), "batch" means the standard deviation of the step, "mean" means
     the mean reward of the group (MaxRL), and "none" means 1 (RLOO). With "mean", if every reward is
     0 or 1, the expected gradient is that of log p to order G - 1, where p is the probability of a
-    right answer. For other rewards, the divisor is at least 1 / G of the range of the group's
-    rewards, so that no advantage exceeds G.
+    right answer. For other rewards, the divisor is at least the range of the group's rewards
+    divided by G, so that no advantage exceeds G.
 
     signal_floor: the largest range of rewards that counts as noise, as a fraction of the standard
     deviation of the step (plus SMALLEST_DEVIATION). If the range of a group is that small, all its
@@ -243,8 +243,8 @@ def turn_advantages(
     turn k is the mean return of all rows in the group that have a turn k. The baseline adds no
     bias, because whether a row has a turn k does not depend on what the turn contains.
 
-    scale: "group" divides by the standard deviation of all differences in the group, with one
-    degree of freedom less for the mean of each turn. "none" does not divide.
+    scale: "group" divides by the standard deviation of all differences in the group; one degree of
+    freedom is subtracted for the mean of each turn. "none" does not divide.
     signal_floor: see `group_advantages`.
 
     The result is the same as that of `group_advantages` if every row has one turn, and also if all
@@ -323,8 +323,8 @@ def choose_rewards_of_largest_variance(rewards: np.ndarray, num_chosen: int) -> 
 
     The subset with the largest variance consists of the k lowest and the `num_chosen` - k highest
     rewards for some k, so the function tries each k. Among equal rewards, it chooses the first
-    ones. Among subsets whose variances differ by less than a relative 1e-9, it chooses the one with
-    the most high rewards.
+    ones. Among subsets whose variances differ by less than a relative 1e-9, it chooses the one in
+    which the number of high rewards is largest.
 
     Source: PODS, arXiv:2504.13818, algorithm 2.
     """
@@ -454,8 +454,8 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
 
     Here d is the log-probability under the reference minus the one under the policy. The estimate
     is never negative. The estimate and its gradient are 0 where policy and reference agree. If d
-    exceeds `LARGEST_KL_LOG_RATIO`, both keep the values that they have at this limit. So they are
-    finite, and the gradient still raises the token's log-probability.
+    exceeds `LARGEST_KL_LOG_RATIO`, the estimate and its gradient keep their values at this limit.
+    So both are finite, and the gradient still raises the token's log-probability.
 
     Sources: k3 of Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath,
     arXiv:2402.03300, eq. 4.

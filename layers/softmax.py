@@ -74,7 +74,7 @@ def scale_by_temperature(logits: mx.array, temperature: float) -> mx.array:
     """
     The float32 logits divided by the temperature.
 
-    At temperature 1 there is no division, which would cost one pass over all logits.
+    At temperature 1, the division is skipped, because it would cost one pass over all logits.
     """
     logits = logits.astype(mx.float32)
     return logits if temperature == 1 else logits / temperature

@@ -164,7 +164,7 @@ class _Worker:
 
     def __init__(self, target: str, arguments: tuple[Any, ...], sealed: bool):
         self.sealed = sealed
-        self.num_answered = -1  # -1, because the first answer, to `arguments`, does not count
+        self.num_answered = -1  # -1, because the first answer (to `arguments`) does not count
         self.home = tempfile.TemporaryDirectory(prefix="gwen-worker-")
         self.socket, worker_socket = socket.socketpair()
         descriptor = worker_socket.fileno()
@@ -335,7 +335,7 @@ def _read_number_question_and_limit(source: BinaryIO) -> Any:
 
 def serve_questions(source: BinaryIO, sink: BinaryIO, target: str, sealed: bool) -> None:
     """Makes the answering function, and then answers questions until the owner ends."""
-    # After sealing, the code below may not import a module or open a file.
+    # After sealing, the code below must not import a module or open a file.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     signal.signal(signal.SIGPROF, _raise_too_late)
     module, _, function = target.partition(":")

@@ -36,8 +36,8 @@ from serving.endpoint import Endpoint
 
 REWARD_NAME = "environment"  # the reward that the harness computes
 TOKEN_VARIABLE = "GWEN_ENV_TOKEN"  # the environment variable with the secret of the endpoint
-MOST_LINE_BYTES = 16 << 20  # of a message
-MOST_UNREAD = 1024  # messages; after that many, the harness waits until some have been read
+MOST_LINE_BYTES = 16 << 20  # the largest size of a message
+MOST_UNREAD = 1024  # the most unread messages; at this number, the harness must wait
 MOST_REPEATED = {"session": 2, "result": 1}  # the most messages of a type about one episode
 POLL_SECONDS = 0.05  # seconds between two checks whether the harness still runs
 END_SECONDS = 5.0  # how long a harness may take to end after its input was closed
@@ -70,13 +70,13 @@ def start_guard(group: int) -> subprocess.Popen[bytes]:
     """
     Starts a process that kills a group of processes soon after this process has ended.
 
-    `Harness.close` ends a harness, but a signal may end this process before. A harness that does
-    not read its input would then run on.
+    `Harness.close` ends a harness, but a signal may end this process before that. A harness that
+    does not read its input would then keep running.
     """
     script = f"cat; sleep {END_SECONDS:g}; kill -9 -{group}"
     return subprocess.Popen(
         ["sh", "-c", script],
-        stdin=subprocess.PIPE,  # ends with this process
+        stdin=subprocess.PIPE,  # is closed when this process ends
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -149,8 +149,8 @@ class Harness:
 
     def refuse_repeated_message(self, message: dict[str, Any]) -> None:
         """
-        Raises HarnessEnded if the harness has sent its result of an episode before, or names the
-        session of an episode for the third time. So a flood of messages ends soon.
+        Raises HarnessEnded if the harness sends the result of an episode a second time, or names
+        the session of an episode a third time. This stops a flood of messages early.
         """
         kind, number = message["type"], message["episode"]
         self._num_sent[kind, number] += 1
@@ -184,7 +184,7 @@ class Harness:
         self._outgoing.put(message)
 
     def _write_messages(self) -> None:
-        """Writes the messages of `send`. Runs in a thread of its own."""
+        """Writes the messages that `send` queued. Runs in a thread of its own."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # the harness has ended, which the other thread notices
             while (message := self._outgoing.get()) is not None:
@@ -201,7 +201,7 @@ class Harness:
         """
         deadline = time.monotonic() + timeout
         while True:
-            # read before the queue: messages that came before the end are taken first
+            # read the reason before the queue, so that messages from before the end are taken first
             end_reason = self._end_reason
             wait_s = min(max(deadline - time.monotonic(), 0.0), POLL_SECONDS)
             event = None

@@ -19,8 +19,8 @@ from machine.output import restore_streams_after_call
 from step.batch import Batch, completion_hidden_states
 from step.loss_trial import has_gradient_at_zero_advantage
 
-# A loss function returns sums by name. These sums keep their names in `metrics.jsonl`. The names of
-# all other sums get LOSS_PREFIX.
+# A loss function returns sums by name. In `metrics.jsonl`, the names in SUMS stay the same, and all
+# other names get LOSS_PREFIX.
 SUMS = ("kl", "clip_frac", "distill/kl")
 LOSS_PREFIX = "loss/"
 # statistics of how much the policy before the update differs from the sampler
@@ -29,13 +29,15 @@ MISMATCH = tuple(f"mismatch/{name}" for name in GAPS)
 # How far the policy has moved since earlier policies wrote the replayed samples. The metric exists
 # only in a step with replayed samples.
 REPLAY_GAP = "replay/logprob_abs_mean"
-# numbers of tokens, which are divisors and not metrics: of this step's own and of replayed samples
+# The numbers of tokens in this step's own samples and in replayed samples. They are divisors and
+# not metrics.
 NUM_OWN_TOKENS = "num_own_tokens"
 NUM_REPLAYED_TOKENS = "num_replayed_tokens"
 # The statistics of each step, with their names in `metrics.jsonl`. They are means over the counted
 # tokens, or maxima if the name ends in `_max`. A loss function may add statistics of its own.
 MEASURED = ("kl", "distill/kl", "entropy", "clip_frac", *MISMATCH)
-# `over_cap_frac` counts larger ratios of the trainer's probability to the sampler's probability
+# `over_cap_frac` counts the ratios above this cap; a ratio is the trainer's probability divided by
+# the sampler's probability
 MISMATCH_CAP = 3.0
 
 
@@ -72,7 +74,7 @@ class UpdateResult(NamedTuple):
     moved: float | None = None
     num_backtracks: int = 0  # how often a step moved the policy too far and was shortened
     num_skipped_now: int = 0  # number of steps skipped because the gradient was not finite
-    num_forwards: int = 0  # rows passed forward through the policy or the reference model
+    num_forwards: int = 0  # number of rows in forward passes of the policy or the reference model
     pad_frac: float | None = None  # fraction of the computed positions that are padding
 
 
@@ -191,9 +193,10 @@ class StepLoss:
         """
         The log-probabilities (M, T) in the denominator of the importance ratio.
 
-        logprobs_before_update (M, T): under the policy before the update. A replayed row gets the
-        sampler's log-probabilities instead. But with --importance-sampling-correction, no row does,
-        because the weights already contain the ratio of this policy to the sampler.
+        logprobs_before_update (M, T): the log-probabilities under the policy before the update. For
+        a replayed row, the sampler's log-probabilities are used instead. This exception does not
+        apply with --importance-sampling-correction, because the weights already contain the ratio
+        of the policy before the update to the sampler.
         """
         is_corrected = self.objective.importance_sampling_correction != "off"
         if batch.is_replayed is None or is_corrected:
@@ -219,8 +222,8 @@ def mismatch_sums_and_maxima(
 
     Statistics whose names end in `_max` are maxima. All others are sums over the tokens.
     token_weights (M, T): the mask times the weights of the rows. is_replayed (M, 1) bool: the rows
-    that an earlier policy wrote. The policy has moved since then, so their difference says nothing
-    about rounding. It is the statistic REPLAY_GAP instead.
+    that an earlier policy wrote. The policy has moved since then, so the difference in these rows
+    says nothing about rounding. It goes into the statistic REPLAY_GAP instead.
     """
     replay_stats: dict[str, mx.array] = {}
     if is_replayed is not None:

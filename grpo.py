@@ -80,8 +80,8 @@ class Tokens(NamedTuple):
     num_items: float | None = None
     # the number of rows in the whole step; None if these rows are the whole step
     num_rows: float | None = None
-    # the divergence between teacher and policy at each token, with a gradient; None except for
-    # "distill"
+    # the divergence between teacher and policy at each token, with a gradient; None unless the
+    # loss is "distill"
     divergences: mx.array | None = None
     # (M, 1): the number of tokens that each token represents in statistics; above 1 only if the
     # advantage is 0

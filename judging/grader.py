@@ -154,7 +154,7 @@ class Grader:
     def make_questions(
         self, prompt_completion_pairs: Iterable[tuple[str, str]]
     ) -> list[CriterionQuestion]:
-        """One question per criterion for each pair of a prompt and a completion, in their order."""
+        """One question per criterion for each prompt and its completion, in the order of the pairs."""
         columns = range(len(self.rubric.criteria))
         return [
             CriterionQuestion(prompt, completion, column)

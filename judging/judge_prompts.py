@@ -114,7 +114,7 @@ class JudgePromptEncoder:
 
     def encode_trusted(self, text: str) -> list[int]:
         """
-        The token ids of a text by Gwen or the rubric's author.
+        The token ids of a text that Gwen or the rubric's author wrote.
 
         Control tokens in the text keep their meaning.
         """
@@ -126,7 +126,7 @@ class JudgePromptEncoder:
 
     def encode_untrusted(self, text: str) -> list[int]:
         """
-        The token ids of a text by a model or a user.
+        The token ids of a text that a model or a user wrote.
 
         Control tokens such as "<|im_end|>", and tags such as "</answer>", become plain characters.
         """

@@ -27,8 +27,8 @@ FLAGS = ServerSettingNames("--judge-url", "--judge-model", "JUDGE_API_KEY", "--j
 # The maximum number of tokens in a reply, not counting thoughts. This is enough for a judge that
 # explains its score first. A judge that does not explain its score stops early.
 REPLY_TOKENS = 256
-# How many of the likeliest first tokens are requested. All servers of this protocol allow 10, and
-# 10 are enough for five digits in two spellings each.
+# How many of the likeliest first tokens are requested. All servers of this protocol allow 10,
+# which is enough for five digits in two spellings each.
 TOP_LOGPROBS = 10
 
 

@@ -1,5 +1,5 @@
 """
-Loads rubrics, the criteria by which a judge scores completions, and turns scores into rewards.
+Loads rubrics, which list a judge's criteria for completions, and turns scores into rewards.
 
 Axes: N completions, J criteria.
 """

@@ -1,1 +1,1 @@
-"""The old address of `math_correct`, which users' files import."""
+"""The old import path of `math_correct`, which users' files still use."""

@@ -1,1 +1,1 @@
-"""Prompts and their answers: data files, chat layouts, chat templates, and the held-out side."""
+"""Prompts and their answers: data files, chat layouts, chat templates, and held-out examples."""

@@ -1,10 +1,10 @@
 """
 Reads and checks conversations for supervised training, and encodes them as token ids.
 
-Before a reply, a row has the same token ids as a prompt in a rollout. A reply is trained up to and
-including its end token. If the chat template renders earlier messages the same way in every turn, a
-conversation becomes one row. If the template changes earlier messages (Qwen3, for example, drops
-the thoughts of earlier replies), each reply becomes a separate row.
+The token ids before a reply are the same as those of a prompt in a rollout. A reply is trained up
+to and including its end token. If the chat template renders earlier messages the same way in every
+turn, a conversation becomes one row. If the template changes earlier messages (Qwen3, for example,
+drops the thoughts of earlier replies), each reply becomes a separate row.
 """
 
 import re

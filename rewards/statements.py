@@ -517,7 +517,7 @@ def read_last_mark_and_rival_marks(
     text: str, is_answer: IsAnswer, *, counts_last_sentence: bool = True
 ) -> list[str]:
     """
-    The last marked answer that is of the requested kind, and its rivals; [] if there is none.
+    The last marked answer of the requested kind, and its rivals; [] if no answer is of that kind.
 
     Earlier marked answers are usually part of the working. Rival guesses are returned too (see
     `_are_rival_guesses`), and then each returned answer must be right.

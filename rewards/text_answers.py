@@ -87,8 +87,8 @@ def read_text_answers(gold: str, text: str) -> list[str]:
 
     The completion is right only if each piece is right.
 
-    gold: the right answer. An answer in the first line must have the same form. Only a completion
-    that is not much longer than `gold` is compared as a whole.
+    gold: the right answer. An answer in the first line must have the same form as `gold`. Only a
+    completion that is not much longer than `gold` is compared as a whole.
     """
     can_cut = not split_off_explanation(gold)[1]  # in "Paris (Texas)", the bracket must stay
     marks = statements.read_last_mark_and_rival_marks(text, statements.accept_any_text)
@@ -172,7 +172,8 @@ def _read_single_bold_answer(text: str) -> str:
     The only bold piece in a text, if a sentence such as "The capital is **Paris**." states it.
 
     The result is "" if the text near the bold piece contains a denial, a question or a second
-    answer, or takes the answer back. It is also "" if further lines come both before and after.
+    answer, or takes the answer back. It is also "" if there are lines both before and after
+    the line with the bold piece.
     """
     pieces = list(re.finditer(r"\*\*([^*\n]{1,200})\*\*", text)) if "**" in text else []
     if len(pieces) != 1:

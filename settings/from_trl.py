@@ -195,7 +195,7 @@ def derive_combined_settings(recipe: dict[str, Any], path: str) -> dict[str, Any
     """
     Return the settings of Gwen that are computed from several TRL settings.
 
-    A setting is left out if a script computes one of the TRL settings that it needs.
+    A setting is left out if it depends on a TRL setting whose value a script computes.
 
     recipe: the TRL names and values in the file at `path`.
     """

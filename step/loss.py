@@ -106,8 +106,9 @@ class StepLoss:
         self.support = softmax.TruncationSettings.from_settings(
             sampling.top_p, sampling.top_k, sampling.min_p
         )
-        # Whether a sample may have a gradient although its advantage is 0. A user's loss may depend
-        # on its tokens in a way that made-up tokens do not show, so every sample is passed to it.
+        # Whether a sample may have a gradient although its advantage is 0. A trial with made-up
+        # tokens does not show how a user's loss depends on the tokens of a sample, so a user's loss
+        # gets every sample.
         is_custom = loss_function is not None
         self.all_have_gradient = is_custom or has_gradient_at_zero_advantage(
             self.loss_function, self.objective

@@ -237,7 +237,7 @@ def make_task(
     if config.evaluation.rubric:
         task = task._replace(witness=Path(config.evaluation.rubric))
     elif not task.rubric:
-        # without a reward from a judge, no second rubric is needed
+        # a second rubric is needed only if a judge gives a reward
         task = task._replace(witness=None)
 
     if is_own:

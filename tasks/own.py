@@ -61,9 +61,9 @@ def with_verifier(task: Task, spec: str, has_reward: bool) -> Task:
     If no answer can be compared, the task has no verifier.
 
     spec: the value of --verifier; "" means `auto`.
-    has_reward: whether the user has a reward function. If the user has one, gives no --verifier,
-    and the answers are texts, then the comparison is only the metric `exact`. The user's function
-    may reward right answers in other words, so evaluations report the score of that function.
+    has_reward: whether the user has a reward function. If so, and if --verifier is not set and the
+    answers are texts, the comparison is only the metric `exact`. Evaluations then report the score
+    of the user's function, because that function may reward right answers in other words.
 
     Raises ValueError in the same cases as `choose_verifier` and `load_function`.
     """

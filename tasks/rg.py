@@ -439,7 +439,7 @@ def _restore_tuple(value: dict[str, Any]) -> Any:
 
 
 def unpack_entry(text: str) -> Any:
-    """The entry in a text by `pack_entry`. Keys that were numbers have become strings."""
+    """The entry that `pack_entry` packed. Keys that were numbers have become strings."""
     return json.loads(text, object_hook=_restore_tuple)
 
 

@@ -154,7 +154,7 @@ class Grader:
     def make_questions(
         self, prompt_completion_pairs: Iterable[tuple[str, str]]
     ) -> list[CriterionQuestion]:
-        """One question per criterion for each prompt and its completion, in the order of the pairs."""
+        """One question per criterion for each prompt and its completion, in the pairs' order."""
         columns = range(len(self.rubric.criteria))
         return [
             CriterionQuestion(prompt, completion, column)

@@ -46,7 +46,7 @@ class MeanChange(NamedTuple):
 
     @property
     def mean_plus_minus_text(self) -> str:
-        """The mean and its distance from the interval's farther end, as in "+0.125 \u00b1 0.080"."""
+        """The mean and its distance to the farther end of the interval: "+0.125 \u00b1 0.080"."""
         if self.num < FEWEST_FOR_INTERVAL:
             return f"{self.mean:+.3f}"
         reach = max(self.mean - self.low, self.high - self.mean)

@@ -28,7 +28,7 @@ def time_mlx_lm_rollout(
     work: RolloutWork, *, peer: Any, use_default_sizes: bool = False, share_prefixes: bool = False
 ) -> TimedRollout:
     """
-    Does the work with mlx_lm's BatchGenerator, and times it.
+    Does the rollout with mlx_lm's BatchGenerator, and times it.
 
     The generator decodes as many rows at once as Gwen does, or uses its own default batch sizes if
     `use_default_sizes` is set. The log-probabilities are those at temperature 1, whatever the
@@ -82,7 +82,7 @@ def prefill_prefix_caches_by_row(work: RolloutWork, peer: Any) -> list[Any]:
     """
     Returns, for each row, mlx_lm's caches for all parts of the row's prompt except the last part.
 
-    The result has None for a row whose prompt has only one part. Rows with the same beginning get
+    The caches are None for a row whose prompt has only one part. Rows with the same beginning get
     the same caches, because the generator copies a cache before extending it.
     """
     from mlx_lm.models.cache import make_prompt_cache

@@ -247,11 +247,11 @@ def turn_advantages(
     freedom is subtracted for the mean of each turn. "none" does not divide.
     signal_floor: see `group_advantages`.
 
-    The result is the same as that of `group_advantages` if every row has one turn, and also if all
+    The advantages equal those of `group_advantages` if every row has one turn, and also if all
     rows have equally many turns and only the last turn is rewarded.
 
     Source: GTPO, arXiv:2511.14846, compares the returns of turns within the group. The division by
-    the standard deviation is our addition, so that the result agrees with GRPO.
+    the standard deviation is our addition, so that the advantages agree with GRPO.
     """
     assert scale in ("group", "none"), scale
     most_rows = max(len(group) for group in turn_rewards)

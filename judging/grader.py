@@ -166,7 +166,7 @@ class Grader:
         """
         Judges N completions by J criteria.
 
-        All ranks must call this method, because they share the work.
+        All ranks must call this method, because the questions are divided among the ranks.
         """
         begin = time.perf_counter()
         pairs = list(zip(prompts, completions, strict=True))
@@ -218,8 +218,8 @@ class Grader:
         """
         Evaluates questions on all ranks, and caches each readable score as soon as it arrives.
 
-        All questions about a prompt are evaluated on the same rank. In the result, the evaluations
-        from this rank come first, in order of arrival.
+        All questions about a prompt are evaluated on the same rank. In the returned dictionary, the
+        evaluations from this rank come first, in order of arrival.
         """
         from machine import world
 

@@ -225,7 +225,7 @@ def row_logprobs_and_gradients_ref(
     logits: mx.array, ids: mx.array, temperature: float = 1.0
 ) -> LogprobsEntropiesScaledSlopes:
     """
-    The results of `row_logprobs`, and the gradients of the log-probabilities, onehot - p, (M, V).
+    What `row_logprobs` returns, and the gradients of the log-probabilities, onehot - p, (M, V).
 
     The gradients are multiplied by SLOPE_SCALE and have the dtype of the logits. To obtain the
     gradient with respect to the logits, the caller must multiply these gradients by the cotangent

@@ -4,9 +4,9 @@ Writes a run's page, `report.html`, from the files in `templates/`.
 The page is a single file that needs neither a server nor a network. The page begins with the
 verdict and held-out answers, because a model that games its reward has good figures but odd
 answers. During the run, the page reloads itself. The texts of prompts, completions and settings are
-untrusted, so the template escapes them and shows control characters as codes, and the page's
-security policy allows no script but its own. This file does not cover reading a run (history.py) or
-its curves (charts.py).
+untrusted. So the template escapes them and shows control characters as codes, and the page's
+security policy allows only the page's own script. This file does not cover reading a run
+(history.py) or its curves (charts.py).
 """
 
 import base64

@@ -276,8 +276,8 @@ def file_of_spec(spec: str) -> str:
     """
     The path of the file that defines a function given as FILE.py:function or MODULE:function.
 
-    If no such file is known, as for the module `__main__`, the result is the part of `spec` before
-    the colon.
+    If no such file is known, as for the module `__main__`, returns the part of `spec` before the
+    colon.
     """
     name = split_off_arguments(spec)[0].rpartition(":")[0]
     if name == "__main__":
@@ -290,7 +290,7 @@ def source_code_if_in_main_program(spec: str) -> str:
     The source code of a function that is defined in the caller's program or notebook.
 
     A resumed run compares this source code and not the whole file, since the rest of the program
-    may change. The result is "" for all other functions.
+    may change. Returns "" for all other functions.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         name = split_off_arguments(spec)[0].partition("__main__:")[2]

@@ -192,7 +192,7 @@ def find_only_number(text: str) -> Quantity | None:
     The only number that a short text states; None if the text states no number or several.
 
     For example, "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%" and "There are 7." state one
-    number each. The result is also None if the number is only part of a root, a bound or a power.
+    number each. Also returns None if the number is only part of a root, a bound or a power.
     """
     if len(text) > LONGEST:
         return None

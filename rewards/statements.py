@@ -318,7 +318,7 @@ def text_after_label(sentence: str) -> str:
     """
     The text after a label such as "The answer is" at the beginning of a sentence.
 
-    The label may be in one of several languages. The result is "" if there is no label.
+    The label may be in one of several languages. Returns "" if there is no label.
     """
     label = LABEL.match(sentence) if has_word_for_answer(sentence) else None
     return sentence[label.end() :] if label else ""
@@ -629,7 +629,7 @@ def _read_labelled_answer(sentence: str, is_answer: IsAnswer) -> str | None:
     """
     The answer after a label in a sentence.
 
-    The result is None if the sentence has no label or no answer, or if it leaves the answer open.
+    Returns None if the sentence has no label or no answer, or if it leaves the answer open.
     """
     labelled = text_after_label(sentence)
     if not labelled or is_question(sentence):

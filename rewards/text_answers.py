@@ -171,8 +171,8 @@ def _read_single_bold_answer(text: str) -> str:
     """
     The only bold piece in a text, if a sentence such as "The capital is **Paris**." states it.
 
-    The result is "" if the text near the bold piece contains a denial, a question or a second
-    answer, or takes the answer back. It is also "" if there are lines both before and after
+    Returns "" if the text near the bold piece contains a denial, a question or a second
+    answer, or takes the answer back. Also returns "" if there are lines both before and after
     the line with the bold piece.
     """
     pieces = list(re.finditer(r"\*\*([^*\n]{1,200})\*\*", text)) if "**" in text else []
@@ -202,7 +202,7 @@ def _last_line_without_its_explanation(text: str) -> str:
     """
     The last line of a text, without the explanation of the answer in that line.
 
-    The result is "" unless the line is a single sentence that contains such an explanation.
+    Returns "" unless the line is a single sentence that contains such an explanation.
     """
     line = _last_line(text)
     if len(line) > LONGEST_LINE or len(statements.split_sentences(line)) != 1:

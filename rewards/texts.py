@@ -115,7 +115,7 @@ def fold_for_comparison(text: str) -> str:
     """
     The text in a simplified form, in which texts that differ only in irrelevant ways are equal.
 
-    The result is in lower case, with its Unicode characters normalized. The result has no Markdown
+    The simplified text is in lower case, with its Unicode characters normalized. It has no Markdown
     and no quotation marks around it, no full stop at its end, no English article at its beginning,
     no LaTeX command `\\text{}`, and no brackets around a single word.
     """

@@ -71,8 +71,8 @@ def right_answers(answer: Any) -> list[str]:
     """
     The right answers in the column `answer` of a row, as a list of strings.
 
-    If the column contains a list, each of its members is a right answer. The result is empty if the
-    row has no answer.
+    If the column contains a list, each of its members is a right answer. The returned list is empty
+    if the row has no answer.
     """
     members = answer if isinstance(answer, (list, tuple)) else [answer]
     return [str(member) for member in members if member is not None and str(member).strip()]

@@ -315,7 +315,7 @@ def _make_json_frame(*content: Any) -> bytes:
 
 
 class _TooLate(BaseException):
-    """Raised by the alarm. It does not derive from Exception, because libraries catch that."""
+    """Raised by the alarm. It does not derive from Exception, since libraries catch Exception."""
 
 
 def _raise_too_late(_: int, __: FrameType | None) -> None:

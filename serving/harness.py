@@ -166,7 +166,7 @@ class Harness:
         """
         Tells the harness about the policy, unless the harness was last told about the same policy.
 
-        This is needed because several runs of one process may share the harness.
+        The policy may have changed, because several runs of one process may share the harness.
         """
         if policy != self._policy:
             self.endpoint.context = policy["context"]

@@ -132,7 +132,7 @@ def note_unread_columns(task: Task, columns_flag: str, teacher_prompt: str = "")
     """
     A line that lists the text columns that no prompt, reward, environment or template reads.
 
-    The result is empty if every text column is read.
+    The returned list is empty if every text column is read.
 
     columns_flag: the value of --columns.
     teacher_prompt: the template in the file --teacher-prompt, which may name columns.

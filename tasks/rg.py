@@ -3,7 +3,7 @@ The tasks `rg:NAME`, with endless problems from data sets of the optional packag
 
 A problem is determined by its data set, its level and its number. Held-out problems have numbers
 below `FIRST`. Training problems have higher numbers, and each seed of a run has its own range of
-`FIRST` numbers. A run does not train on held-out prompts, or on prompts that it has drawn before.
+`FIRST` numbers. A run never trains on held-out prompts, and repeats prompts only when none are new.
 
 Worker processes make the problems, because four of the generators depend on the hashes of strings,
 which are the same in all workers. Other workers score the answers by the rules of the data sets.

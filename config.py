@@ -177,7 +177,7 @@ class SamplingSettings:
     top_p: float = setting(
         1.0,
         "nucleus sampling: sample only from the likeliest tokens whose probabilities add up "
-        "to this value; the update uses the same tokens",
+        "to this value; the update also computes probabilities over these tokens only",
         low=1e-06,
         high=1.0,
     )
@@ -378,8 +378,8 @@ class OptimizerSettings:
     )
     steps: int = setting(
         100,
-        "number of training steps; each step is one rollout and --num-iterations times "
-        "--mini-batches updates",
+        "number of training steps; each step is one rollout, followed by "
+        "--num-iterations * --mini-batches updates",
         low=1,
         later=True,
         first=True,

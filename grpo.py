@@ -371,7 +371,9 @@ def importance_ratio(
 
 def sampler_weights(tokens: Tokens, objective: Objective) -> mx.array | None:
     """
-    Weights that correct the policy terms for sampling from another policy; None for "off".
+    Importance weights, which correct the policy terms because another policy sampled the tokens.
+
+    The result is None if `importance_sampling_correction` is "off".
 
     The weight is pi_old / pi_sampler, at most `importance_sampling_cap`, without a gradient. pi_old
     is the policy before the update, and pi_sampler is the policy that sampled the tokens.

@@ -309,9 +309,9 @@ class Run:
             if current.get(place) != name and not self.allow_changes:
                 raise ValueError(
                     f"--resume {self.dir}: this run was trained with {name} as {place}, which is "
-                    f"missing; in Python, call Trainer.resume and set trainer.{place} before the "
-                    "first step; to continue without it, add --allow-changes "
-                    "(in Python, allow_changes=True)"
+                    "not set now; to set it, call Trainer.resume in Python, and set "
+                    f"trainer.{place} before the first step; to continue without it, add "
+                    "--allow-changes (in Python, allow_changes=True)"
                 )
         for place in self.saved_parts | current:
             was = self.saved_parts.get(place, "not set")

@@ -117,7 +117,7 @@ def sum_of_equation_side(side: str) -> int:
 
 def right_and_right_number_only_fractions(records: Records) -> dict[str, float]:
     """
-    Returns the fraction of right answers, and the fraction of answers with only a right number.
+    Returns the fraction of right answers, and the fraction in which only the last number is right.
 
     Both fractions are computed for sampled and for greedy answers. The keys of the result are the
     columns of the printed table.

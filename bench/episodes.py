@@ -40,7 +40,11 @@ def random_ids(rng: np.random.Generator, number: int) -> list[int]:
 
 
 def make_conversations(args: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
-    """The prompt of each conversation, and all replies between its turns, joined into one list."""
+    """
+    Makes the prompt of each conversation, and its replies to the model's turns.
+
+    The replies of one conversation are joined into one list of token ids.
+    """
     rng = np.random.default_rng(args.seed)
     prompts = [random_ids(rng, args.prompt_tokens) for _ in range(args.conversations)]
     replies = [

@@ -62,7 +62,7 @@ def estimate_phase_costs(
     """
     Estimate the bytes and FLOPs of each phase of a step: prefill, decoding, update and judging.
 
-    The prompt of a group is computed only once.
+    The prompt of a group is prefilled only once.
 
     token_counts: the numbers of tokens in the update; None means those of a step in which the
         rewards differ within every group.

@@ -355,7 +355,7 @@ class Endpoint:
         self, client: httpx2.AsyncClient, pace: RequestLimiter, body: dict[str, Any]
     ) -> ChatReplyOrProblem:
         """
-        Sends a request until a reply arrives, and returns the reply.
+        Sends a request, repeatedly if necessary, until a reply arrives, and returns the reply.
 
         Between tries, this method waits, and it may pause all requests or change the request.
 

@@ -138,7 +138,7 @@ def set_step_of_user_rewards(rewards: dict[str, Reward], step: int, num_steps: i
 
 def load_reward(spec: str) -> tuple[str, Reward]:
     """
-    The name and the function of the reward that a value of --reward names.
+    The name and the function of the reward that one value of --reward specifies.
 
     spec: FILE.py:function, or a built-in reward such as length:200.
     """

@@ -85,7 +85,9 @@ def _copies_with_advantages(group: list[Sample], advantages: np.ndarray) -> list
 
 def mark_chosen_completions(config: Config, group: list[Sample]) -> list[Sample]:
     """
-    Copies of the samples of a group with `is_chosen` set. Only chosen samples are trained on.
+    Copies of the samples of a group, in which `is_chosen` says whether a sample is chosen.
+
+    Only chosen samples are trained on.
 
     --train-completions M chooses the M samples whose rewards have the largest variance, and never
     one that --truncated mask excludes from the loss.

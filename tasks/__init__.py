@@ -563,8 +563,8 @@ def _with_harness_reward(task: Task) -> Task:
 
     if REWARD_NAME in task.rewards:
         raise ValueError(
-            f"--reward {REWARD_NAME}: the harness of --env-server has a reward with this name; "
-            "rename the function"
+            f"--reward {REWARD_NAME}: the harness of --env-server already has a reward with this "
+            "name; rename the function"
         )
     return task.with_reward(REWARD_NAME, make_harness_reward())
 

@@ -2,8 +2,9 @@
 The tasks `rg:NAME`, with endless problems from data sets of the optional package reasoning-gym.
 
 A problem is determined by its data set, its level and its number. Held-out problems have numbers
-below `FIRST`. Training problems have higher numbers, and each seed of a run has its own range of
-`FIRST` numbers. A run never trains on held-out prompts, and repeats prompts only when none are new.
+below `FIRST`, and training problems have numbers from `FIRST` on. The seed of a run chooses a range
+of these numbers, which differs from the ranges of other seeds. A run never trains on held-out
+prompts, and repeats prompts only when none are new.
 
 Worker processes make the problems, because four of the generators depend on the hashes of strings,
 which are the same in all workers. Other workers score the answers by the rules of the data sets.

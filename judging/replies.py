@@ -229,7 +229,7 @@ class ScoreAndEndOfNumber(NamedTuple):
     end: int  # the position in the text just after the number
 
 
-def parse_number_or_word(text: str) -> float:
+def parse_number_or_number_word(text: str) -> float:
     """The number that a text spells, such as 4 for "4", "4.0", "4,0" and "four"."""
     word = text.casefold()
     return float(VALUE_OF_WORD[word]) if word in VALUE_OF_WORD else float(text.replace(",", "."))
@@ -237,10 +237,10 @@ def parse_number_or_word(text: str) -> float:
 
 def is_followed_by_other_number(text: str, number_match: re.Match[str]) -> bool:
     """Whether a different number directly follows the matched number, as in "3-4" or "3, 4"."""
-    number = parse_number_or_word(number_match["number"])
+    number = parse_number_or_number_word(number_match["number"])
     for pattern in (JOINED_NUMBER, LISTED_NUMBER, NUMBER_ON_NEXT_LINE):
         next_number = pattern.match(text, number_match.end())
-        if next_number is not None and parse_number_or_word(next_number[1]) != number:
+        if next_number is not None and parse_number_or_number_word(next_number[1]) != number:
             return True
     return False
 
@@ -251,8 +251,8 @@ def score_from_number_match(text: str, number_match: re.Match[str]) -> int | Non
 
     A score is an integer from 1 to 5, which "out of 5" may follow.
     """
-    number = parse_number_or_word(number_match["number"])
-    scale = parse_number_or_word(number_match["scale"]) if number_match["scale"] else 5
+    number = parse_number_or_number_word(number_match["number"])
+    scale = parse_number_or_number_word(number_match["scale"]) if number_match["scale"] else 5
     if scale != 5 or number not in range(1, 6):
         return None
     if is_followed_by_other_number(text, number_match) or UNFINISHED.match(

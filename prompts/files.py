@@ -356,7 +356,7 @@ def _parse_csv_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
 # ---- tables
 
 
-def _parse_table_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
+def _parse_parquet_or_arrow_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
     """
     The rows in the content of a parquet file, an Arrow file or an Arrow stream. (`datasets` saves
     Arrow streams.)
@@ -385,8 +385,8 @@ _READERS = {
     ".json": _parse_json_list_records,
     ".csv": _parse_csv_records,
     ".txt": _prompts_from_text_lines,
-    ".parquet": _parse_table_records,
-    ".arrow": _parse_table_records,
+    ".parquet": _parse_parquet_or_arrow_records,
+    ".arrow": _parse_parquet_or_arrow_records,
 }
 
 

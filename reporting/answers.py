@@ -75,7 +75,7 @@ def make_answer_comparison_table(paths: list[str]) -> list[list[str]]:
     first = evaluations[0]
     rows = [HEAD]
     for path, answers in zip(paths, evaluations, strict=True):
-        check_shared_problems_and_measure(paths[0], first, path, answers)
+        check_overlap_and_equal_measure(paths[0], first, path, answers)
         first_means = difference.mean_value_by_problem(first)
         means = difference.mean_value_by_problem(answers)
         samples = min(map(difference.fewest_readable_samples, (first, answers)))
@@ -96,7 +96,7 @@ def make_answer_comparison_table(paths: list[str]) -> list[list[str]]:
     return rows
 
 
-def check_shared_problems_and_measure(
+def check_overlap_and_equal_measure(
     first_path: str, first: Answers, path: str, answers: Answers
 ) -> None:
     if not first.keys() & answers.keys():

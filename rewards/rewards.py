@@ -282,9 +282,9 @@ def call_reward_on_this_rank(
 
     A user's function is passed text until its first calls show that it needs chat messages, and is
     passed messages from then on. A function needs messages if it fails on text but not on messages
-    (`_try_messages_after_error`). If the prompts are messages, a function also needs messages if
-    its values are all equal for text but differ for messages, since a function may hide its errors
-    (`_try_messages_if_values_are_equal`).
+    (`_try_switch_to_messages_after_error`). If the prompts are messages, a function also needs
+    messages if its values are all equal for text but differ for messages, since a function may hide
+    its errors (`_try_messages_if_values_are_equal`).
     """
     names = select_argument_names(name, fn, [*arguments, *TRAINER])
     chosen = {key: arguments[key] for key in names if key in arguments}
@@ -297,7 +297,7 @@ def call_reward_on_this_rank(
     except (Exception, SystemExit) as error:
         rewards = None
         if isinstance(fn, UserReward):
-            rewards = _try_messages_after_error(fn, chosen, error)
+            rewards = _try_switch_to_messages_after_error(fn, chosen, error)
         if rewards is None:
             raise UserFunctionError(
                 f"reward {name} {describe_error_in_function(error, fn)}"
@@ -338,7 +338,7 @@ def _try_messages_if_values_are_equal(
     return text_values
 
 
-def _try_messages_after_error(
+def _try_switch_to_messages_after_error(
     fn: UserReward, arguments: dict[str, Any], error: BaseException
 ) -> Any | None:
     """

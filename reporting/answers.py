@@ -53,15 +53,6 @@ def describe_metric(answers: Answers) -> str:
     return f"the score by {', '.join(sorted(record.get('rewards', ())))}"
 
 
-def greedy_value_by_problem(answers: Answers) -> difference.ValueByProblem:
-    """Returns the value of each problem's greedy answer, leaving out unreadable values."""
-    return {
-        problem: record["greedy_value"]
-        for problem, record in answers.items()
-        if record["greedy_value"] is not None
-    }
-
-
 def make_answer_comparison_table(paths: list[str]) -> list[list[str]]:
     """
     Returns the rows of a table: first the column names, then one row per evaluation.
@@ -86,8 +77,8 @@ def make_answer_comparison_table(paths: list[str]) -> list[list[str]]:
             "" if answers is first else format_paired_difference(first_means, means, samples)
         )
 
-        first_greedy = greedy_value_by_problem(first)
-        greedy = greedy_value_by_problem(answers)
+        first_greedy = difference.greedy_value_by_problem(first)
+        greedy = difference.greedy_value_by_problem(answers)
         row.append(format_mean_with_interval(greedy))
         row.append("" if answers is first else format_paired_difference(first_greedy, greedy, 1))
 

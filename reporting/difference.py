@@ -224,8 +224,12 @@ def first_sample_reward_by_problem(
     return rewards
 
 
-def greedy_value_by_problem(answers: Answers) -> ValueByProblem:
-    """Returns the value of each problem's greedy answer, leaving out unreadable values."""
+def greedy_value_by_problem(answers: Mapping[Any, dict[str, Any]]) -> ValueByProblem:
+    """
+    Returns the value of each problem's greedy answer, leaving out unreadable values.
+
+    answers: the records of an evaluation, by problem.
+    """
     values = {}
     for problem, record in answers.items():
         value = record.get("greedy_value")

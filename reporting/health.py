@@ -82,7 +82,16 @@ def find_symptoms(
             "worse ones, other prompts, a higher --temp or more --groups"
         )
 
-    num_calls = sum(measured_values(last, "tools/calls"))
+    calls = measured_values(last, "tools/calls")
+    num_calls = sum(calls)
+    has_own_tools = not (settings or {}).get("env_server")  # a harness may have no tools
+    if len(calls) == FEW and not num_calls and has_own_tools:
+        symptoms["no tool calls"] = (
+            f"No completion of the last {FEW} steps called a tool, and training cannot teach calls "
+            "that the model never makes. Read some completions in rollouts.jsonl: say in a system "
+            "message when to call a tool (the column `system`), or begin with a warm start on "
+            "conversations with calls (docs/warm-start.md)"
+        )
     num_failures = sum(measured_values(last, "tools/failures"))
     if not is_early and num_failures > num_calls / 2:
         symptoms["tools fail"] = (

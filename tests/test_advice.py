@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from reporting import advice
+from reporting import advice, health
 from reporting.difference import BETTER
 from reporting.journal import format_past_warning
 
@@ -41,3 +41,19 @@ def test_a_past_warning_about_cut_off_answers_says_if_they_are_cut_off_no_longer
     assert "at the end no more than half" in line
     other = format_past_warning({"step": 3, "name": "slow"}, are_answers_still_cut_off=False)
     assert other == "warning after step 3: slow"
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "settings", "is_warned"),
+    [
+        ([0.0] * 5, {"tools": ["mine.py:search"]}, True),
+        ([0.0] * 4 + [1.0], {"tools": ["mine.py:search"]}, False),
+        ([0.0] * 4, {"tools": ["mine.py:search"]}, False),
+        ([0.0] * 5, {"env_server": "python harness.py"}, False),
+    ],
+    ids=["never", "once", "too early", "a harness without tools"],
+)
+def test_tools_that_are_never_called_cause_a_warning(num_calls, settings, is_warned):
+    steps = [{"step": n, "tools/calls": calls} for n, calls in enumerate(num_calls, 1)]
+    warnings = health.find_symptoms(steps, has_gained=False, settings=settings)
+    assert ("no tool calls" in [warning.name for warning in warnings]) == is_warned

@@ -96,6 +96,7 @@ def compare_and_print_inside_and_outside(run_dir: str, num_episodes: int, batch_
         assert outside.run.task is not None
         examples = outside.run.task.train
         outer = play_greedily(outside, examples, batch_size)
+        # the answer only matters for the reward, which is not compared
         rows = [{"prompt": example["prompt"], "answer": "0"} for example in examples]
         inner = play_greedily(inside, rows, batch_size)
 
@@ -109,7 +110,8 @@ def compare_and_print_inside_and_outside(run_dir: str, num_episodes: int, batch_
     turns = [sample.conversation["turns"] for sample in inner if sample.conversation]
     print(f"{len(inner)} conversations, {np.mean(turns):.2f} turns on average")
     print(f"{num_equal_beginnings} equal as far as both go")
-    print(f"{len(equal)} equal as a whole; log-probabilities differ by at most {max(equal):.1e}")
+    largest = f"; log-probabilities differ by at most {max(equal):.1e}" if equal else ""
+    print(f"{len(equal)} equal as a whole{largest}")
 
 
 @guard_output()

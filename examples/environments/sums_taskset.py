@@ -38,7 +38,7 @@ class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def right_answer(self, trace: vf.Trace) -> float:
         """1 if the last line of the last turn has the answer and no other number."""
-        last_line = trace.text_of_last_model_turn.rpartition("\n")[2]
+        last_line = trace.last_reply.rpartition("\n")[2]
         return float(re.findall(r"-?\d+", last_line) == [self.data.answer])
 
 

@@ -199,14 +199,7 @@ def advise_on_using_the_model(run: History) -> str:
     advice = f"Chat with the model: {chat} --run {directory} --chat --temp 0"
     has_learned_replies = is_supervised(settings) or run.figure_name == "loss"
     if has_learned_replies and settings.get("lora_rank"):
-        model = shlex.quote(str(settings.get("model")))
-        start = f"--model {model} --init-adapter {directory}"
-        train = command_prefix_with_extras(settings)
-        rewards = " ".join(map(shlex.quote, settings.get("reward") or ["FILE.py:function"]))
-        advice += (
-            f"; train the model further with GRPO: {train} {start} --data PROMPTS "
-            f"--reward {rewards}"
-        )
+        advice += f"; train the model further with GRPO: {command_to_continue_with_grpo(run)}"
     fuse = command_prefix_with_extras(settings, "export.py --fuse")
     merge = f"{fuse} --run {directory} --out my-model"
     return f"{advice}; merge the adapter into the model: {merge}"
@@ -249,6 +242,36 @@ def advise_on_gamed_reward(
 
 
 # ---- commands
+
+
+def command_to_continue_with_grpo(run: History) -> str:
+    """
+    Returns the command that trains a model further with GRPO after a warm start.
+
+    If the evaluations of the warm start sampled answers, GRPO can use the same prompts, rewards and
+    verifier. Otherwise, the command has placeholders for the prompts and the reward.
+    """
+    settings = run.settings
+    flags = ["--model", str(settings.get("model")), "--init-adapter", str(run.dir)]
+    rewards = settings.get("reward") or []
+    if settings.get("data") and evaluations_sample_answers(settings):
+        flags += ["--data", settings["data"]]
+        # The warm start read its replies from this column. GRPO does not use replies.
+        columns = [
+            column
+            for column in settings.get("columns", "").split(",")
+            if column and not column.startswith("completion=")
+        ]
+        if columns:
+            flags += ["--columns", ",".join(columns)]
+        if settings.get("verifier"):
+            flags += ["--verifier", settings["verifier"]]
+    else:
+        flags += ["--data", "PROMPTS"]
+        rewards = rewards or ["FILE.py:function"]
+    if rewards:
+        flags += ["--reward", *rewards]
+    return f"{command_prefix_with_extras(settings)} {shlex.join(flags)}"
 
 
 def shell_quoted_dir(run: History) -> str:

@@ -609,6 +609,20 @@ def test_a_completed_sft_run_is_advised_to_continue_with_grpo(tmp_path):
     assert f"{command} --init-adapter {run} --data PROMPTS --reward FILE.py:function" in lines
 
 
+def test_the_command_for_grpo_after_a_scored_warm_start_has_its_data_and_verifier(tmp_path):
+    settings = {"model": "smollm2", "lora_rank": 16, "loss_type": "sft", "task": "own"}
+    settings |= {"data": "my rows.jsonl", "columns": "completion=answer,prompt=question"}
+    settings |= {"verifier": "mine.py:right"}
+    run = make_sft_run_with_two_evaluations(tmp_path / "run", settings)
+
+    command = advice.command_to_continue_with_grpo(history.load_history(run))
+
+    assert command == (
+        f"uv run --extra smollm train.py --model smollm2 --init-adapter {run} "
+        "--data 'my rows.jsonl' --columns prompt=question --verifier mine.py:right"
+    )
+
+
 def add_noise(values):
     rng = random.Random(0)
     return [value + rng.gauss(0, 0.05) for value in values]

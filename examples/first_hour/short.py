@@ -2,15 +2,10 @@
 
 
 def short(prompts: list[str], completions: list[str], **columns) -> list[float]:
-    topics = [
-        [word.strip(".,?!") for word in prompt.lower().split() if len(word) > 4]
-        for prompt in prompts
-    ]
-    on_topic = [
-        any(word in text.lower() for word in topic)
-        for topic, text in zip(topics, completions, strict=True)
-    ]
-    return [
-        (len(text.split()) <= 20) / 2 + is_on_topic / 2
-        for text, is_on_topic in zip(completions, on_topic, strict=True)
-    ]
+    rewards = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        is_short = len(completion.split()) <= 20
+        topic_words = [word.strip(".,?!") for word in prompt.lower().split() if len(word) > 4]
+        is_on_topic = any(word in completion.lower() for word in topic_words)
+        rewards.append(0.5 * is_short + 0.5 * is_on_topic)
+    return rewards

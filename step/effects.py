@@ -71,22 +71,41 @@ def describe_settings_affecting_only_replay(
     A line with the loss settings that affect only samples of earlier steps, if there are any.
 
     The line is for a run with `Trainer.on_samples`, which may add such samples. The importance
-    ratios of all other samples are 1 if each rollout gets one update.
+    ratios of all other samples are 1 if each rollout gets one update. A second line follows if the
+    user's own loss ignores the weights that --importance-sampling-correction gives such samples.
     """
-    lines = describe_settings_without_effect(config, own_loss)
+    lines_without_replay = describe_settings_without_effect(config, own_loss)
     lines_at_any_ratio = describe_settings_without_effect(config, own_loss, may_replay=True)
     settings = []
-    for line in lines:
+    for line in lines_without_replay:
         if line not in lines_at_any_ratio:
             settings.append(re.split(" has no effect| trains exactly", line)[0])
     if not settings:
         return []
     verb = "affects" if len(settings) == 1 else "affect"
-    return [
+    lines = [
         f"{' and '.join(settings)} {verb} only samples of earlier steps that on_samples adds, "
         "because each rollout gets one update (--num-iterations 1, --mini-batches 1), so the "
         "importance ratio of all other samples is 1"
     ]
+    has_correction = config.objective.importance_sampling_correction != "off"
+    if own_loss and has_correction and not _uses_sampled_logprobs(config, own_loss):
+        lines.append(
+            f"--loss-type {config.objective.loss_type} does not use the weights of the correction, "
+            "so samples of earlier steps train as if the current policy had sampled them: multiply "
+            "the loss of each token by grpo.sampler_weights(tokens, objective), or set "
+            "--importance-sampling-correction off"
+        )
+    return lines
+
+
+def _uses_sampled_logprobs(config: Config, loss: grpo.LossFunction) -> bool:
+    """Whether the gradient of a loss depends on the sampler's log-probabilities."""
+    objective = make_objective(config)
+    tokens = make_varied_tokens(config, are_ratios_one=True)
+    assert tokens.sampled_logprobs is not None
+    shifted = tokens._replace(sampled_logprobs=tokens.sampled_logprobs - 0.5)
+    return not have_equal_gradients(loss, objective, loss, objective, tokens, shifted)
 
 
 def _describe_unused_loss_settings(

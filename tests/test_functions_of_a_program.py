@@ -70,8 +70,20 @@ def test_the_correction_has_an_effect_on_replayed_samples_of_an_own_loss():
 
     config = Config.from_flags(importance_sampling_correction="token", loss_type="own.py:clipped")
     assert describe_settings_without_effect(config, clipped_to_old, may_replay=True) == []
-    (line,) = describe_settings_affecting_only_replay(config, clipped_to_old)
+    line, advice_on_weights = describe_settings_affecting_only_replay(config, clipped_to_old)
     assert line.startswith("--importance-sampling-correction token affects only samples of earlier")
+    assert "grpo.sampler_weights(tokens, objective)" in advice_on_weights
+
+
+def test_a_loss_that_uses_the_weights_of_the_correction_needs_no_advice_on_replay():
+    def weighted(tokens, objective):
+        each = -tokens.advantages * (tokens.logprobs - tokens.old_logprobs).exp() * tokens.mask
+        weights = grpo.sampler_weights(tokens, objective)
+        return grpo.Loss((each * (1 if weights is None else weights)).sum() / tokens.num_items, {})
+
+    config = Config.from_flags(importance_sampling_correction="token", loss_type="own.py:weighted")
+    lines = describe_settings_affecting_only_replay(config, weighted)
+    assert not any("sampler_weights" in line for line in lines)
 
 
 def test_a_selection_that_is_not_bool_is_refused_by_its_dtype():

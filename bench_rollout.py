@@ -4,8 +4,8 @@ Compares the speed of rollouts by Gwen and by mlx_lm on the same work:
 
 mlx_lm runs in three configurations. "mlx_lm" prefills the prompt of every row, and decodes as many
 rows at once as Gwen does. "mlx_lm_default" does the same with mlx_lm's default batch sizes.
-"mlx_lm_shared" prefills the common beginning of several prompts only once, and copies the cache to
-each of their rows. In rollouts, but not in judging, all three configurations also return the
+"mlx_lm_shared" prefills the common beginning of several prompts only once, and copies the resulting
+cache for each row. In rollouts, but not in judging, all three configurations also return the
 log-probabilities of the sampled tokens, which training needs.
 
 This file does not cover how the times are measured and reported (bench/rollout.py).

@@ -2,7 +2,8 @@
 The command that shows what a model writes.
 
 `uv run chat.py --prompt "Hi"` prints completions of a prompt. `--chat` starts a conversation in the
-terminal. With tools or an environment, the model plays held-out episodes.
+terminal. With tools or an environment, and without these two flags, the model plays held-out
+episodes.
 
 In a conversation, the cache keeps all earlier turns. The model's own turns keep the token ids that
 were sampled, and are not encoded again from text. This file does not cover rollouts (sampler.py),
@@ -51,7 +52,7 @@ Messages = list[dict[str, Any]]
 
 @dataclasses.dataclass
 class ChatModel:
-    """A model in a conversation, with the cache of all turns so far."""
+    """A model that talks with the user, and the cache of all turns so far."""
 
     model: gwen.Model
     tokenizer: Any
@@ -61,7 +62,7 @@ class ChatModel:
     seed: int
     context: int  # the maximum number of tokens in a conversation
     toolbox: toolbox_module.Toolbox | None
-    is_before: bool = False  # whether it answers with the weights from before training
+    is_before: bool = False  # whether the model answers with its weights from before training
 
     def __post_init__(self) -> None:
         self.reset()
@@ -105,9 +106,9 @@ class ChatModel:
 
     def encode_since_last_reply(self, user_line: str) -> list[int]:
         """
-        The token ids between the model's last answer and its next one.
+        Returns the token ids between the model's last answer and its next answer.
 
-        They contain the user's line, and messages from tools that the model has not read yet.
+        These ids contain the user's line, and messages from tools that the model has not read yet.
         """
         message = {"role": "user", "content": user_line}
         if self.cache.length == 0:
@@ -216,7 +217,10 @@ def prompt_user_for_lines() -> Iterator[str]:
     Lines from a pipe are printed too.
     """
     is_terminal = sys.stdin.isatty()
-    print("A line continues the conversation; an empty line begins a new one.", file=sys.stderr)
+    print(
+        "Each line continues the conversation; an empty line begins a new conversation.",
+        file=sys.stderr,
+    )
     if is_terminal:
         import readline  # noqa: F401  (adds line editing to `input`)
 
@@ -397,9 +401,10 @@ def refuse_invalid_flags(args: argparse.Namespace, adapter: str | None) -> None:
 
 def choose_opening_and_note(args: argparse.Namespace) -> tuple[Messages, str]:
     """
-    The messages before the user's first message, and a note about them.
+    Returns the messages before the user's first message, and a note about these messages.
 
-    They are --system or, with --run, the messages with which all prompts of the run began.
+    The messages are the system prompt in --system or, with --run, the messages with which all
+    prompts of the run began.
     """
     if args.system is not None:
         return [{"role": "system", "content": args.system}], ""
@@ -474,7 +479,7 @@ def load_config_and_toolbox(
     model: gwen.Model,
 ) -> tuple[Config, toolbox_module.Toolbox | None]:
     """
-    The settings of the run or the flags, and the toolbox, which is None if there are no tools.
+    Returns the settings from the run and the flags, and the toolbox, or None without tools.
 
     Raises ValueError if the flags do not fit the tools.
     """

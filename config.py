@@ -543,6 +543,8 @@ class Config:
         """
         Return a Config with the given values. Every other setting has its default value.
 
+        This method neither converts nor checks the values; settings/checks.py does.
+
         unchecked_values: settings by name, such as `max_tokens`.
         """
         group_classes: dict[str, Any] = {

@@ -29,11 +29,11 @@ class ReportLine(NamedTuple):
     """A line of the report."""
 
     line: str
-    is_good: bool | None  # False: a problem; None: a problem, but not for the demo
+    is_good: bool | None  # False: a problem; None: a problem that does not affect the demo
 
 
 def examine_machine() -> Iterator[ReportLine]:
-    """Examine this machine, and yield a finding for each line of the report."""
+    """Examine this machine, and yield the lines of the report."""
     environment = versions.collect_environment_facts(cpu_blas.description)
     libraries = [f"{name} {number}" for name, number in environment["versions"].items()]
     yield ReportLine(f"versions: Python {environment['python']}, {', '.join(libraries)}", True)
@@ -69,13 +69,13 @@ def describe_wired_memory() -> str:
     if limit:
         return f"wired: {limit} GB that macOS must not page out"
     return (
-        "wired: none; macOS may page out all memory, because wired memory was reported to cause "
-        "kernel panics (docs/memory.md, mlx #3186)"
+        "wired: none; macOS may page out all memory (this is the default, because wired memory was "
+        "reported to cause kernel panics: docs/memory.md, mlx #3186)"
     )
 
 
 def compare_kernels_and_disable_faulty(model: gwen.Model) -> ReportLine:
-    """Compare all kernels with plain MLX, and report which kernels are turned off."""
+    """Compare all kernels with plain MLX, turn off faulty ones, and return a line about them."""
     if not gpu.can_run_metal_kernels():
         return ReportLine("kernels: none, because they need Metal", True)
     if not kernels.is_kernels_variable_on():

@@ -353,7 +353,7 @@ def print_json_or_hint(record: dict[str, Any], *, as_json: bool) -> None:
     """
     Prints the record as JSON if `as_json` is set or stdout is not a terminal.
 
-    Otherwise prints only a hint at --json.
+    Otherwise, prints only a hint that mentions --json.
     """
     if as_json or not sys.stdout.isatty():
         print(json.dumps(record), flush=True)

@@ -22,11 +22,11 @@ class AddCommitFileHook(BuildHookInterface):  # type: ignore[type-arg]
 
 def git_commit_or_empty(checkout: Path) -> str:
     """
-    The commit of a checkout, or "" if it is unknown.
+    Returns the git commit of a checkout, or "" if the commit is unknown.
 
     For example, git refuses to read a checkout that belongs to another user ("dubious ownership"),
-    but Gwen can still be installed from it. If there is no .git, git is not called, because it
-    would report the commit of an enclosing repository.
+    but Gwen can still be installed from such a checkout. If there is no .git, git is not called,
+    because it would report the commit of an enclosing repository.
     """
     if not (checkout / ".git").exists():
         return ""

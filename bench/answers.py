@@ -2,9 +2,9 @@
 Audits the recorded answers of demo runs: `uv run python -m bench.answers runs/A runs/B ...`.
 
 The audit reads the first run's first evaluation and each run's newest evaluation, and counts the
-right answers. Its code is independent of the verifier that rewarded the runs: the verifier compares
-patterns, while the audit computes the value of each statement. An answer that the audit cannot
-interpret does not count as right.
+right answers. Its code is independent of the verifier that gave the rewards in the runs: the
+verifier compares patterns, while the audit computes the value of each statement. An answer that the
+audit cannot interpret does not count as right.
 
 `--show 50` prints 50 answers from each evaluation. Before a quality figure is published, somebody
 should read fifty of the answers that the figure counts. For the demo task, reading fifty answers
@@ -48,7 +48,8 @@ class AnswerAudit(NamedTuple):
     """The result of auditing one answer."""
 
     ends_right: bool  # whether the answer's last number is the sum of the problem's two numbers
-    right: bool  # whether `ends_right` holds, every statement is true, and no other numbers occur
+    # whether `ends_right` holds, every statement is true, and all other numbers are the problem's
+    right: bool
 
 
 def audit_answer(problem: str, answer: str) -> AnswerAudit:

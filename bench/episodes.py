@@ -2,10 +2,10 @@
 Times conversations that an outside harness plays: `uv run python -m bench.episodes`.
 
 The same conversations are played inside, by `sampler.rollout` with an environment in this process,
-and outside, by a harness in another process that asks the endpoint for each turn. Both environments
-only return random tokens, and each turn has a fixed length, so the model computes the same in both.
-The table shows the processor seconds of this process, and the ratio of outside to inside in each
-round.
+and outside, by a harness in another process that asks Gwen's endpoint for each turn. Both
+environments only return random tokens, and each turn has a fixed length, so the model computes the
+same in both. The table shows the median processor seconds of this process for each of the two ways,
+and the median and the range of the ratio of outside to inside.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CONTEXT_MARGIN = 16
 
 
 def random_ids(rng: np.random.Generator, number: int) -> list[int]:
-    """Random token ids that exist in every model's vocabulary."""
+    """Returns random token ids that exist in every model's vocabulary."""
     return rng.integers(10, 300, number).tolist()
 
 
@@ -81,7 +81,7 @@ class InsideConversations:
     def receive_unfinished_turn(
         self, row: int, ids: list[int], logprobs: np.ndarray, reason: str
     ) -> None:
-        """The last turn reaches the row's limit, and needs no reply."""
+        """Does nothing, because a turn that reaches the row's limit needs no reply."""
 
     def take_replies(self, wait: bool) -> dict[int, list[int] | str]:
         ready, self.ready = self.ready, {}
@@ -143,7 +143,7 @@ def play_outside(
 
 
 def time_and_print_inside_and_outside(args: argparse.Namespace) -> None:
-    """Times both ways in alternation, and prints the table."""
+    """Times playing inside and playing outside in alternation, and prints the table."""
     model = gwen.load_model(args.model) if os.path.isdir(args.model) else gwen.load(args.model)[0]
     num_tokens = args.turns * args.turn_tokens
     params = sampler.SamplingParams(num_tokens + 1)
@@ -151,7 +151,7 @@ def time_and_print_inside_and_outside(args: argparse.Namespace) -> None:
     settings = json.dumps(vars(args))
     command = [sys.executable, "-m", "bench.episodes", "as-harness", settings]
     outside = Harness(shlex.join(command))
-    outside.take_event(TIMEOUT)  # "ready"
+    outside.take_event(TIMEOUT)  # wait for the event "ready"
     outside.send({"type": "policy", "url": outside.endpoint.url})
 
     seconds: dict[str, list[float]] = {"inside": [], "outside": []}
@@ -179,7 +179,7 @@ def time_and_print_inside_and_outside(args: argparse.Namespace) -> None:
 async def play_conversation(
     session: Any, url: str, args: argparse.Namespace, number: int, example: int
 ) -> None:
-    """Plays one conversation, and reports it."""
+    """Plays one conversation, and reports its token ids to Gwen."""
     prompts, replies = make_conversations(args)
     name = str(number)
     ids = list(prompts[example])

@@ -9,11 +9,12 @@ directories under --out, and then prints the table. Runs that are already comple
 variant "trl" uses TRL (bench/trl_run.py), and is trained only if --variants names it.
 
 A run reaches the accuracy at the first of two successive evaluations that are at or above it. The
-costs of a run are the costs of its steps up to this evaluation, without the time for starting and
-evaluating: the number of steps, the trained rows, the processor seconds on this machine, and the
-estimated seconds on an M4 and an M4 Max. The estimate (forecast/time_estimate.py) assumes 8 prompts
-of 256 tokens per step, completions of 256 tokens, no judge, and a model of the size of Qwen3-0.6B.
-It also assumes that each step trains the same fractions of rows and layers as the recorded step.
+costs of a run are those of its steps up to this evaluation, without the time for starting and
+evaluating. They are the number of steps, the trained rows, the processor seconds on this machine,
+and the estimated seconds on an M4 and an M4 Max. The estimate (forecast/time_estimate.py) assumes
+8 prompts of 256 tokens per step, completions of 256 tokens, no judge, and a model of the size of
+Qwen3-0.6B. It also assumes that each step trains the same fractions of rows and layers as the
+recorded step.
 
 For each variant, the table shows these figures:
     the mean over its seeds of the last accuracy;
@@ -52,7 +53,7 @@ from settings import sources
 from step.advantages import MEASURED_OF
 
 ROOT = Path(__file__).parent.parent
-CPU_SECONDS = "cpu_seconds.json"  # the file of a run with the processor seconds of its steps
+CPU_SECONDS = "cpu_seconds.json"  # in a run's directory: the processor seconds of each step
 TRL = "trl"
 
 # The times on these chips are estimated for steps of this model and size.
@@ -123,7 +124,7 @@ def train_missing_runs(
     """
     Trains each variant with each seed, and skips runs that are already complete.
 
-    Returns the directory of each variant, which has a directory for each seed.
+    Returns the directory of each variant, which contains a directory for each seed.
 
     Raises ValueError if a run is incomplete.
     """
@@ -257,7 +258,11 @@ def estimate_scaled_up_seconds_by_chip(
 
 
 def format_mean_gain_over_baseline(baseline: list[float], other: list[float]) -> str:
-    """The mean of `other` - `baseline` over all pairs, with Student's 95% interval if possible."""
+    """
+    Returns the mean of `other` - `baseline` over all pairs as text, with Student's 95% interval.
+
+    The interval needs at least two pairs. Returns "" if there are no pairs.
+    """
     differences = [after - before for before, after in zip(baseline, other, strict=True)]
     if not differences:
         return ""
@@ -270,7 +275,7 @@ def format_mean_gain_over_baseline(baseline: list[float], other: list[float]) ->
 
 
 def median_ratio_to_baseline(baseline: list[float], other: list[float]) -> float:
-    """The median of other / baseline, without pairs whose baseline is 0 or not finite."""
+    """Returns the median of other / baseline, without pairs whose baseline is 0 or not finite."""
     ratios = [
         value / divisor
         for divisor, value in zip(baseline, other, strict=True)
@@ -332,7 +337,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="RUN",
         help="a directory of a run, or of runs with different seeds (made by --seeds)",
     )
-    parser.add_argument("--line", type=float, help="the held-out accuracy to reach")
+    parser.add_argument(
+        "--line",
+        type=float,
+        help="the held-out accuracy to reach (default with --task: as set for the task)",
+    )
     parser.add_argument("--task", choices=tuple(TASKS), help="train the variants on this task")
     parser.add_argument(
         "--num-seeds", type=int, default=5, help="number of seeds per variant (default: 5)"

@@ -1,13 +1,14 @@
 """
-Plays the same conversations with the package verifiers and inside Gwen, and compares them.
+Plays the same conversations with the package `verifiers` and inside Gwen, and compares them.
 
     uv run train.py --model demo:tools --task calculator --steps 150 --run-dir runs/calculator
     uv run --extra env python -m bench.taskset --run runs/calculator
 
 The taskset examples/environments/sums_taskset.py and Gwen's task `calculator` have the same prompts
-and the same tool. The model of the run answers both greedily, and the table shows how many
-conversations have the same token ids. If a call cannot be read, verifiers ends the conversation,
-but Gwen answers with an error; the two conversations are then equal as far as both go.
+and the same tool. The run's model answers greedily in both, and the output shows how many
+conversations have the same token ids. If a tool call cannot be read, `verifiers` ends the
+conversation, but Gwen answers with an error and goes on; the shorter conversation is then equal to
+the beginning of the longer one.
 """
 
 import shlex
@@ -42,7 +43,7 @@ MOST_TURNS = 3
 
 
 def command_of_harness(num_episodes: int) -> str:
-    """The command that plays the taskset, with Python packages of its own."""
+    """Returns the command that plays the taskset in an environment with packages of its own."""
     tasksets = shlex.quote(str(ROOT / "examples" / "environments"))
     adapter = shlex.quote(str(ROOT / "serving" / "adapters" / "verifiers_harness.py"))
     return (
@@ -52,7 +53,7 @@ def command_of_harness(num_episodes: int) -> str:
 
 
 def play_greedily(trainer: Trainer, examples: list[Example], batch_size: int) -> list[Sample]:
-    """One greedy conversation for each example."""
+    """Plays one greedy conversation for each example, and returns the conversations."""
     run = trainer.run
     assert isinstance(run, GrpoRun)
     player = run.player or run.toolbox
@@ -76,13 +77,13 @@ def play_greedily(trainer: Trainer, examples: list[Example], batch_size: int) ->
 
 
 def have_equal_beginnings(a: Sample, b: Sample) -> bool:
-    """Whether two conversations are equal as far as both go."""
+    """Whether two conversations are equal up to the end of the shorter one."""
     num_both = min(len(a.response_ids), len(b.response_ids))
     return a.prompt == b.prompt and a.response_ids[:num_both] == b.response_ids[:num_both]
 
 
 def compare_and_print_inside_and_outside(run_dir: str, num_episodes: int, batch_size: int) -> None:
-    """Plays the conversations both ways, and prints the table."""
+    """Plays the conversations in both ways, and prints how many of them are equal."""
     settings = SETTINGS | {"init_adapter": run_dir}
     with tempfile.TemporaryDirectory() as folder:
         outside = Trainer.start(
@@ -109,7 +110,7 @@ def compare_and_print_inside_and_outside(run_dir: str, num_episodes: int, batch_
             equal.append(float(np.abs(a.logprobs - b.logprobs).max()))
     turns = [sample.conversation["turns"] for sample in inner if sample.conversation]
     print(f"{len(inner)} conversations, {np.mean(turns):.2f} turns on average")
-    print(f"{num_equal_beginnings} equal as far as both go")
+    print(f"{num_equal_beginnings} equal up to the end of the shorter one")
     largest = f"; log-probabilities differ by at most {max(equal):.1e}" if equal else ""
     print(f"{len(equal)} equal as a whole{largest}")
 
@@ -117,11 +118,14 @@ def compare_and_print_inside_and_outside(run_dir: str, num_episodes: int, batch_
 @guard_output()
 @exit_on_mistakes()
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("bench.taskset", "Compare conversations of verifiers with the same inside.")
+    parser = Parser(
+        "bench.taskset",
+        "Compare conversations played by the package verifiers with the same ones played by Gwen.",
+    )
     parser.add_argument("--run", required=True, help="a run of the task calculator")
     numbers: harness.Numbers = {
         "episodes": (200, 1, "number of conversations"),
-        "rollout_batch_size": (8, 1, "conversations that are decoded together inside"),
+        "rollout_batch_size": (8, 1, "number of conversations that are decoded together"),
     }
     args = harness.add_number_flags_and_parse(parser, argv, numbers)
     try:

@@ -6,8 +6,8 @@ Trains with TRL, using the settings of a Gwen run, and records the result for `b
 
 TRL gets the same prompts in the same order, the same rewards and judge, adapters of the same rank
 on the same projections, and the same learning rates. Gwen evaluates TRL's adapters as often as it
-evaluated its own adapters. The processor seconds of a step are those of TRL's own loop. TRL has no
-equivalent of --target-kl, so TRL's steps are not limited in this way.
+evaluated its own adapters. The processor seconds of a step do not include Gwen's evaluations. TRL
+has no equivalent of --target-kl, so TRL's steps are not limited in this way.
 """
 
 import importlib

@@ -51,10 +51,10 @@ class TrainedCompletionsAndLayers(NamedTuple):
 
 def list_variants(groups: int, num_layers: int) -> list[TrainedCompletionsAndLayers]:
     """
-    The settings to time.
+    Returns the settings to time.
 
-    Each trains all, half or a quarter of the completions, with adapters on all layers or on the
-    upper half.
+    Each setting trains all, half or a quarter of the completions, with adapters on all layers or on
+    the upper half.
     """
     variants = []
     for num_upper in (None, max(num_layers // 2, 1)):
@@ -65,7 +65,7 @@ def list_variants(groups: int, num_layers: int) -> list[TrainedCompletionsAndLay
 
 
 def make_samples_with_random_rewards(args: argparse.Namespace, vocab_size: int) -> list[Sample]:
-    """Samples with random tokens and random rewards, in the form that a rollout returns."""
+    """Makes samples with random tokens and rewards, in the form that a rollout returns."""
     rng = np.random.default_rng(args.seed)
     samples = []
     for group in range(args.batch):
@@ -128,7 +128,11 @@ def time_updates_of_variant(
 
 
 def print_table_and_json(args: argparse.Namespace, updates: list[dict[str, Any]]) -> None:
-    """Prints each setting's medians and its CPU time relative to the first, also as JSON."""
+    """
+    Prints the median figures of each setting as a table and as JSON.
+
+    The column "of the first" contains the setting's CPU time, divided by that of the first setting.
+    """
     table = pd.DataFrame(updates).groupby("setting", sort=False).median()
     table["of the first"] = table.cpu_s / table.cpu_s.iloc[0]
     print(

@@ -34,7 +34,8 @@ from tools import toolbox as toolbox_module
 # A warning is printed if rounding moves the model by more than this fraction of the distance that
 # training moved it.
 TOO_MUCH = 1 / 3
-POSITIONS = 256  # the number of positions in a forward pass, which keeps all logits in memory
+# The number of positions in a forward pass; the logits of all these positions are in memory.
+POSITIONS = 256
 
 SampledAndGreedyAnswers = tuple[list[Sample], list[Sample]]
 ModelAndAnswers = tuple[gwen.Model, list[Sample], list[Sample]]
@@ -126,7 +127,7 @@ def measure_and_print_quantization_cost(
 
 def load_config_and_require_problems(run: str | None) -> Config:
     """
-    The settings of a run whose task has problems.
+    Returns the settings of a run, after checking that its task has problems.
 
     Raises ValueError if there is no run, or if the run's task has no problems.
     """

@@ -139,9 +139,9 @@ def choose_tensor_type(
     gguf_name: str, shape: tuple[int, ...], config: ModelConfig, label: str
 ) -> Any:
     """
-    The best allowed type for a tensor (…, C); the block size of the type must divide C.
+    Returns the best type for a tensor (…, C) whose block size divides C.
 
-    The choice of tensors that get more bits in Q4_K_M, and the fallback types, are those of
+    Which tensors get more bits in Q4_K_M, and which types are the fallbacks, is copied from
     https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp.
     """
     import gguf
@@ -189,7 +189,7 @@ def q4_k_m_uses_more_bits(gguf_name: str, num_layers: int) -> bool:
 
 def load_llama_cpp_library() -> ctypes.CDLL | None:
     """
-    llama.cpp's library, from the package xllamacpp or as installed on this machine.
+    Loads llama.cpp's library from the package xllamacpp, or else from the system's libraries.
 
     Returns None if the library is not found.
     """

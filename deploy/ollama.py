@@ -113,9 +113,9 @@ def render_without_added_bos(
     tokenizer: Any, alternating_texts: Sequence[str], system: str | None = None, opened: bool = True
 ) -> str:
     """
-    The chat template's rendering of texts by the user and the assistant, in alternation.
+    Returns the chat template's text for messages that the user and the assistant write in turn.
 
-    If llama.cpp will add a beginning-of-text token, that token is omitted here.
+    If llama.cpp will add a beginning-of-text token, this token is omitted here.
     """
     roles = ("user", "assistant")
     turns = [
@@ -226,9 +226,8 @@ def write_modelfile_and_return_note(
     stops = [tokenizer.decode([number]) for number in dict.fromkeys(stop_ids)]
     if run_config:
         stops += run_config.sampling.stop
-        if (
-            run_config.objective.loss_type != "sft"
-        ):  # after SFT, replies may be longer than this limit
+        # after SFT, replies may be longer than this limit
+        if run_config.objective.loss_type != "sft":
             lines += f"PARAMETER num_predict {run_config.sampling.max_tokens}\n"
     for text in stops:
         marks = '"""' if '"' in text else '"'

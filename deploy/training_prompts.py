@@ -28,7 +28,7 @@ class RunWithOpeningMessages(NamedTuple):
 
 
 def load_run_with_opening_messages(config: Config) -> RunWithOpeningMessages:
-    """Load the messages with which a run's prompts begin from the run's data."""
+    """Find the messages with which a run's prompts begin by loading the prompts of the run."""
     opening, note = load_shared_opening_and_note(config)
     if opening and opening[0]["role"] == "system":
         return RunWithOpeningMessages(config, opening[0]["content"], opening[1:], note)
@@ -48,5 +48,5 @@ def load_shared_opening_and_note(config: Config) -> tuple[list[dict[str, Any]], 
     opening, num_systems = chat_template.shared_opening_and_num_systems(train or held_out)
     note = ""
     if num_systems > 1:
-        note = f"; training had {num_systems} system prompts, so the chat template contains none"
+        note = f"; training had {num_systems} system prompts, so none of them is used"
     return opening, note

@@ -124,7 +124,11 @@ def base_of_adapter_if_different(adapter_path: str | Path, model: str | Path) ->
 
 
 def _name_without_owner_or_revision(model: str) -> str:
-    """The last part of a model's name, in lower case; the same for a local copy of a hub model."""
+    """
+    Return the last part of a model's name, in lower case.
+
+    The result is the same for a hub model and for a local copy in a directory of the same name.
+    """
     return Path(model.partition("@")[0]).name.lower()
 
 
@@ -354,7 +358,7 @@ def write_peft_adapter(adapter: LoraAdapter, directory: Path) -> None:
 
 def fuse_adapter_weights(adapter_tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     """
-    Return the tensors of an adapter by the names of Gwen's fused parameters.
+    Return the matrices of a "lora" adapter by the names of Gwen's fused parameters.
 
     An example of such a name is "layers.0.self_attn.qkv_proj.lora_a". This function is the inverse
     of `lora.mlx_lm_adapter_weights`: for each fused projection, it joins the B matrices of the

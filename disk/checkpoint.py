@@ -131,7 +131,7 @@ def write_synced_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def _force_to_disk(path: Path) -> None:
-    """Force the content of a file to disk, which must happen before the file is renamed."""
+    """Force the content of a file to disk. This must happen before the file is renamed."""
     with add_path_to_os_errors(path), path.open("rb+") as file:
         os.fsync(file.fileno())
 

@@ -87,9 +87,9 @@ def copy_with_end_tokens(
     config: ModelConfig, tokenizer: Any, end_tokens: Sequence[str] = ()
 ) -> tuple[ModelConfig, dict[int, str]]:
     """
-    Return a copy of the configuration with all end tokens, and the sources of added end tokens.
+    Return a copy of the configuration with all end tokens, and the sources of the added ones.
 
-    For each id that was added to the configuration, the second result says where the id comes from.
+    The sources say where each added id comes from, by id.
 
     end_tokens: the value of `--end-tokens`.
 
@@ -161,7 +161,7 @@ def control_tokens_in_response(
     `THOUGHT_TAGS` are left out unless the last thought tag in the prompt is a closing tag.
 
     prompt_ids: the ids of the prompt.
-    response_ids: the ids in the answer that the model sampled.
+    response_ids: the ids that the model sampled for its answer.
     controls: control tokens by id, without the end tokens.
     """
     tokens = sorted({controls[number] for number in response_ids if number in controls})

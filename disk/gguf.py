@@ -117,9 +117,8 @@ def _read_config_and_tokenizer(path: Path) -> tuple[dict[str, Any], Any]:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         config = make_config_from_metadata(metadata, reader.tensors)
         tokenizer = make_tokenizer(metadata)
-        map_tensors_by_hub_name(
-            reader.tensors, config["model_type"]
-        )  # only to refuse unknown tensors
+        # only to refuse unknown tensors
+        map_tensors_by_hub_name(reader.tensors, config["model_type"])
     except ValueError as error:
         raise ValueError(f"--model {path} has {error}") from error
     except Exception as error:

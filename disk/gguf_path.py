@@ -6,10 +6,10 @@ from pathlib import Path
 
 def find_gguf_file(path: str | Path) -> Path | None:
     """
-    The GGUF file that a path names, or None.
+    Return the GGUF file that a path names, or None.
 
-    The path is that of the file itself, or of a directory that contains exactly one GGUF file and
-    no config.json, such as `export.py --export gguf` writes.
+    path: the path of the file itself, or of a directory like those that `export.py --export gguf`
+        writes, which contain exactly one GGUF file and no config.json.
     """
     if Path(path).is_dir():
         files = list(Path(path).glob("*.gguf"))

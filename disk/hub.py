@@ -48,9 +48,8 @@ class Family(NamedTuple):
 
     # whether config.json contains a text_config, and some layers are gated delta nets
     is_hybrid: bool = False
-    skipped: tuple[
-        str, ...
-    ] = ()  # prefixes of the names of tensors that a text model does not need
+    # prefixes of the names of tensors that a text model does not need
+    skipped: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()  # endings of the names of tensors that keep their dtype
 
 
@@ -513,7 +512,7 @@ def fuse_weights(hub_weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
     All parts of a projection must be present.
 
-    hub_weights: by Hugging Face name.
+    hub_weights: the tensors by Hugging Face name.
     """
     weights = {name.removeprefix("model."): array for name, array in hub_weights.items()}
     for fused, parts in FUSED.items():
@@ -530,7 +529,7 @@ def unfuse_weights(gwen_weights: dict[str, mx.array], config: ModelConfig) -> di
     """
     Return tensors by Hugging Face name, with fused projections split into their parts.
 
-    gwen_weights: by Gwen's names.
+    gwen_weights: the tensors by Gwen's names.
     """
     out: dict[str, mx.array] = {}
     for name, array in gwen_weights.items():
@@ -665,7 +664,7 @@ def convert_to_mlx_lm_weights(weights: dict[str, mx.array], family: Family) -> d
     """
     Return tensors by mlx_lm name, with the norms and convolutions that mlx_lm expects.
 
-    weights: by names such as "model.layers…".
+    weights: the tensors by names such as "model.layers…".
     """
     if not family.is_hybrid:
         return weights
@@ -677,7 +676,7 @@ def rename_to_hugging_face(weights: dict[str, mx.array], family: Family) -> dict
     """
     Return tensors by Hugging Face name.
 
-    weights: by names such as "model.layers…".
+    weights: the tensors by names such as "model.layers…".
     """
     prefix = HYBRID_PREFIX if family.is_hybrid else "model."
     return {name.replace("model.", prefix, 1): array for name, array in weights.items()}

@@ -59,7 +59,7 @@ def make_model_card(
 
 
 def _describe_data_and_teacher(settings: dict[str, Any]) -> str:
-    """Text that names the data or the task of a run, and its teacher if there was one."""
+    """Return text that names a run's data or task, and its teacher if there was one."""
     data, _, held_out = str(settings.get("data") or "").partition(",")
     if data:
         text = publishable_name(data)
@@ -75,7 +75,7 @@ def _describe_data_and_teacher(settings: dict[str, Any]) -> str:
 
 
 def _describe_training_length(run: str, step: int | None, settings: dict[str, Any]) -> str:
-    """Text about the number of steps, such as ", 50 of 100 steps", or "" if no step was saved."""
+    """Return text such as ", 50 of 100 steps", or "" if no step was saved."""
     if step is None:
         step = max(list_saved_steps(run), default=None)
     if step is None:
@@ -109,6 +109,6 @@ def publishable_name(name: Any) -> str:
 
 
 def describe_initial_adapter(settings: dict[str, Any]) -> str:
-    """Text about a run's initial adapter, such as ", with the adapter warm"; "" without one."""
+    """Return text about a run's initial adapter: ", with the adapter NAME", or "" without one."""
     adapter = settings.get("init_adapter")
     return f", with the adapter {publishable_name(adapter)}" if adapter else ""

@@ -78,7 +78,7 @@ def list_existing_paths(settings: dict[str, Any]) -> list[str]:
         if not (os.path.isabs(text) and os.path.exists(text)):
             return None
         paths[text] = None
-        return text
+        return text  # so that `replace_paths` does not search in the parts of this path
 
     replace_paths_in_settings(settings, note_existing_path)
     return list(paths)
@@ -115,7 +115,7 @@ def make_path_record(paths: Iterable[str], run_dir: Path) -> dict[str, Any]:
     """
     Return the record for env.json of the directories and files of a run.
 
-    paths: the paths that the settings of the run name.
+    paths: the paths in the settings of the run.
     """
     return {
         "run": os.path.abspath(run_dir),
@@ -135,13 +135,8 @@ def read_path_record(run_dir: Path) -> dict[str, Any]:
     try:
         record = read_json((run_dir / "env.json").read_text(encoding="utf-8"))["places"]
         is_whole = all(type(record[key]) is type(value) for key, value in empty.items())
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-    ):  # The run is older than this record, or the file is damaged.
-        return empty
+    except (OSError, ValueError, LookupError, TypeError):
+        return empty  # The run is older than this record, or the file is damaged.
     return record if is_whole else empty
 
 
@@ -182,5 +177,5 @@ def print_once(line: str) -> None:
 
 
 def settings_with_new_paths(settings: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Return a copy of the settings of a run in which the paths of moved files are updated."""
+    """Return a copy of a run's settings with the new paths of all files that were moved."""
     return replace_paths_in_settings(settings, find_and_print_moved_paths(run_dir).get)

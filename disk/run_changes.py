@@ -52,8 +52,8 @@ def find_earlier_and_new_changes(
     """
     Returns the records up to `step`, and a new record for each change since that step's checkpoint.
 
-    Each record contains the number of evaluations and held-out answers from before the change, if
-    the change affects what evaluations measure. No file is written, because the resumed run may
+    If a change affects what evaluations measure, its record contains the numbers of evaluations and
+    of held-out answers from before the change. No file is written, because the resumed run may
     still fail to begin: see `write_changes`.
 
     before, now: the settings, and the digests of the model, data and files, each by name.
@@ -83,7 +83,7 @@ def find_earlier_and_new_changes(
 
 def write_changes(run_dir: Path, changes: Changes) -> None:
     """
-    Replaces the records of a run by `changes`. Does nothing if the two are equal.
+    Replaces the records of a run by `changes`. Does nothing if the records are already equal.
 
     A run calls this function when it has recorded its first figures after a resume. So a resume
     that fails earlier leaves no record.
@@ -122,7 +122,7 @@ def describe_changes(changes: Changes) -> str:
 
 
 def format_yaml_comments(changes: Changes) -> str:
-    """Returns comment lines for `config.yaml` that name each change and the step of the resume."""
+    """Returns comment lines for `config.yaml`, one for each change and the step of its resume."""
     lines = []
     for change in changes:
         was = f"{change['was']!r}".replace("\n", " ")

@@ -333,7 +333,7 @@ def start_date_or_today(run_dir: Path) -> str:
 
 def read_file_and_function_digests(run_dir: Path) -> dict[str, str]:
     """
-    Return the digests of the files and functions that the settings of a run name, by path or name.
+    Return the digests of the files and functions in a run's settings, by path or function name.
 
     The digests of modules, and of functions in a program or notebook, are in the newest checkpoint.
     """
@@ -346,7 +346,11 @@ def read_file_and_function_digests(run_dir: Path) -> dict[str, str]:
 
 
 def read_parts_set_in_python(run_dir: str | Path) -> dict[str, str]:
-    """The names of the objects that only a Python program can set, by attribute of the trainer."""
+    """
+    Return the names of the objects that a Python program set in a run, by attribute of the trainer.
+
+    No flag can set these objects.
+    """
     parts: dict[str, str] = _read_state_of_newest_checkpoint(run_dir).get("program_parts", {})
     return parts
 

@@ -24,7 +24,8 @@ FEW_QUERIES = 8  # the largest number of queries that MLX's decode kernel accept
 
 # The attention gradient computes at most this many scores at once, in several arrays of this size.
 MOST_SCORES = 2**23
-# On a CPU, prompts are shared if copying them would fill at least this many columns; see LOG.md.
+# On a CPU, prompts are shared if their copies would fill at least this many cache positions; see
+# LOG.md.
 MIN_SHARED_COLUMNS = 2048
 
 GradientsOfQueriesKeysValues = list[mx.array]
@@ -92,10 +93,10 @@ def attention_vjp(
     """
     The gradients of `attention` with respect to queries, keys and values.
 
-    The gradients are computed for one chunk of queries at a time, with float32 scores. MLX 0.32.4
-    rounds the product of queries and keys to 16 bits before it scales the product. With the large
-    key biases of Qwen2 and Qwen2.5, the error of MLX's gradient can be as large as the gradient
-    (tests/test_attention_gradient.py).
+    The gradients are computed for one chunk of queries at a time, with float32 scores. MLX's own
+    gradient is not used, because MLX 0.32.4 rounds the product of queries and keys to 16 bits
+    before it scales the product. With the large key biases of Qwen2 and Qwen2.5, the error of MLX's
+    gradient can be as large as the gradient (tests/test_attention_gradient.py).
     """
     dtype = queries.dtype
     if dtype == mx.bfloat16:  # bfloat16 has too few digits for the weights and the gradients
@@ -206,7 +207,7 @@ def gather_queries_by_part_row(
     x: mx.array, readers: QueryRowsReadingCachePart, num_part_rows: int
 ) -> mx.array:
     """
-    All queries that read each row of a part, (N, K, Q, X) -> (R, K, G * Q, X).
+    The queries, grouped by the row of the part that they read, (N, K, Q, X) -> (R, K, G * Q, X).
 
     `num_part_rows` is R.
     """
@@ -310,8 +311,9 @@ def choose_lanes_per_column(queries_per_kv_head: int, head_dim: int) -> int:
     """
     How many lanes of a simdgroup (8, 16 or 32) share each column in `slot_attention`.
 
-    The result is the smallest number of lanes for which no lane stores more than 48 query elements
-    and 48 result elements. With fewer lanes per column, summing a score takes fewer shuffles.
+    A column is the key and the value of one position. The result is the smallest number of lanes
+    for which no lane stores more than 48 query elements and 48 result elements. With fewer lanes
+    per column, summing a score takes fewer shuffles.
     """
     for lanes in (8, 16):
         numbers_per_lane = queries_per_kv_head * -(-head_dim // (4 * lanes)) * 4
@@ -325,11 +327,12 @@ def slot_attention(queries: mx.array, parts: Parts, masks: AttentionMasks) -> mx
     """
     Computes the attention of one decode step, for slots that share prompts, in one launch.
 
-    The kernel reads the queries, each slot's own columns, and each prompt. The first slot of a
-    group reads the prompt from memory. The other slots, whose threadgroups run at the same time,
-    read the prompt from the cache. MLX's own kernel would need one copy of the prompt per slot. The
-    results of two calls of MLX's kernel, one for the prompt and one for the slot's own columns,
-    could not be combined, because that kernel does not return the sums of its weights.
+    The kernel reads the queries, each slot's own columns, and the columns of each prompt. The first
+    slot of a group reads the prompt from memory. The other slots, whose threadgroups run at the
+    same time, read the prompt from the cache. MLX's own kernel would need one copy of the prompt
+    per slot. Two calls of that kernel, one for the prompt and one for the slot's own columns, would
+    give results that cannot be combined, because the kernel does not return the sums of its
+    weights.
     """
     (keys, values), (own_keys, own_values) = parts
     members, places, mask = masks.part_readers[0]
@@ -432,9 +435,9 @@ def should_share_prefix(
     """
     Whether storing each prompt once should be faster than giving each of its rows a copy.
 
-    On a CPU, sharing is faster if copying would fill at least MIN_SHARED_COLUMNS columns. With
-    fewer columns, attention in two parts costs more than it saves. On a GPU, sharing is faster if a
-    kernel can read prompts in place.
+    On a CPU, sharing is faster if the copies would fill at least MIN_SHARED_COLUMNS cache
+    positions. For fewer positions, attention in two parts costs more than it saves. On a GPU,
+    sharing is faster if a kernel can read prompts in place.
     """
     if num_rows == len(prompt_lengths):
         return False  # no two rows continue the same prompt

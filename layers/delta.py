@@ -23,7 +23,7 @@ from machine import cpu, kernels
 
 CHUNK = 64  # the number of tokens in a full chunk; it must be BLOCK times a power of two
 CHUNK_SIZES = (8, 16, 32, CHUNK)
-BLOCK = 8  # the size of the triangular blocks that are inverted as products of their powers
+BLOCK = 8  # the size of the blocks that `invert_identity_plus` inverts without recursion
 
 OutputsAndMemory = tuple[mx.array, mx.array]
 
@@ -135,7 +135,11 @@ def invert_identity_plus(strictly_lower: mx.array) -> mx.array:
 
 
 def split_into_chunks(array: mx.array, chunk_size: int, num_chunks: int) -> mx.array:
-    """Chunks of tokens, the last padded with zeros, (N, L, H, ...) -> (N, H, chunks, T, ...)."""
+    """
+    Splits the tokens into chunks of equal size, (N, L, H, ...) -> (N, H, chunks, T, ...).
+
+    The last chunk is padded with zeros.
+    """
     num_rows, length = array.shape[:2]
     padding = [(0, 0)] * array.ndim
     padding[1] = (0, num_chunks * chunk_size - length)
@@ -249,7 +253,7 @@ def gated_delta_sequence(
     memory: mx.array,
 ) -> OutputsAndMemory:
     """
-    Runs `gated_delta_step` if heads have 128 dimensions, and `chunked_recurrence` otherwise.
+    Runs MLX's own operation if heads have 128 dimensions, and `chunked_recurrence` otherwise.
 
     For other head sizes, MLX has no kernel, and matmuls are faster than one token at a time.
     """

@@ -77,7 +77,7 @@ def sum_divergence_over_tile(
     beta: float,
 ) -> list[mx.array]:
     """
-    What one tile of the vocabulary adds to the sums over the vocabulary, for each of M rows.
+    The contributions of one tile to the sums over the vocabulary, for each of M rows.
 
     The log-probabilities are (M, tile), and `head_weight` is the student's head for the tile.
     `located_ids` is the result of `lm_head.locate_in_tile`. The first four results, (M, 1) each,

@@ -423,7 +423,7 @@ def norm_rope(
     assert rotation is not None, "rotation is None, but the norm_rope kernel always rotates"
     rope = rotation.rope
     num_kv_heads = (all_heads - num_heads) // 2
-    num_rotated = num_heads + num_kv_heads  # heads
+    num_rotated = num_heads + num_kv_heads  # the number of heads that are rotated
     eps_array = kernels.constant_array(eps)
     magnitude = kernels.constant_array(rope.magnitude)
     # without norms, the kernel takes two arrays in place of the weights but does not read them

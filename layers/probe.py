@@ -2,9 +2,9 @@
 Compares MLX's own matmuls and masked attention with references, at the sizes of a model.
 
 On Macs, some MLX releases or builds of 2026 silently gave wrong results for products of more than
-8 rows (mlx #3585, #3586) and for products with 2048^2 results and long sums (#3797). Others rounded
-float32 products to 11 bits (#4411). Our own kernels and the rotary embedding are checked in
-machine/kernels.py.
+8 rows (mlx #3585, #3586), and for products with long sums and 2048^2 numbers in the result (#3797).
+Others rounded float32 products to 11 bits (#4411). Our own kernels and the rotary embedding are
+checked in machine/kernels.py.
 
 Axes: M rows, C inputs and F outputs of a weight; N rows, H query heads, K key/value heads, L
 queries, S keys, D dimensions per head.

@@ -100,7 +100,11 @@ def index_at_fraction_of_sum(weights: mx.array, fraction: mx.array) -> mx.array:
 
 
 def pad_and_split_into_blocks(weights: mx.array, block_width: int) -> mx.array:
-    """Blocks of `block_width` weights, the last padded with zeros, (N, X) -> (N, blocks, width)."""
+    """
+    Splits each row into blocks of `block_width` weights, (N, X) -> (N, blocks, width).
+
+    The last block is padded with zeros.
+    """
     missing = -weights.shape[1] % block_width
     if missing:
         weights = mx.pad(weights, [(0, 0), (0, missing)])
@@ -291,7 +295,7 @@ def nucleus_threshold_ref(logits: mx.array, top_p: float) -> mx.array:
     """
     descending = -mx.sort(-logits, axis=-1)
     probs = cpu.exp(descending - logsumexp(descending)[..., None])
-    likelier_mass = mx.cumsum(probs, axis=-1) - probs  # the mass of the strictly likelier tokens
+    likelier_mass = mx.cumsum(probs, axis=-1) - probs  # the mass before each token
     nucleus_size = mx.maximum((likelier_mass < top_p).sum(-1, keepdims=True), 1)
     return mx.take_along_axis(descending, nucleus_size - 1, axis=-1).squeeze(-1)
 

@@ -66,7 +66,7 @@ class TreeLayer:
 
 def flatten_and_join_levels(level_arrays: list[mx.array]) -> mx.array:
     """
-    The columns of all rows of all levels in one array.
+    Joins the columns of every row and level into one array.
 
     Shapes: (R, K, S, D) for each level -> (sum of R * S, K, D).
     """
@@ -185,8 +185,7 @@ class TreeCache(Cache):
         """
         A `KVCache` that can continue the newest level's rows token by token.
 
-        Each row of this cache consists of a copy of the row's ancestors, followed by the row
-        itself.
+        Each row of the `KVCache` contains copies of the row's ancestors, and then the row itself.
         """
         # the indices of each row's columns in the concatenated levels
         columns: list[list[int]] = [[] for _ in self.lengths[-1]]

@@ -17,7 +17,7 @@ from machine import gpu
 
 class RowEpisodes(Protocol):
     """
-    Answers the turns of rows.
+    Supplies the reply to each turn of a row.
 
     `tools.episodes.Episodes` and `serving.episodes.ServedEpisodes` implement this interface.
     """
@@ -32,12 +32,16 @@ class RowEpisodes(Protocol):
         """The maximum number of tokens in the row's next turn; None if only the row has a limit."""
 
     def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray) -> None:
-        """The row's turn has ended with these ids, and the row waits for a reply."""
+        """Receives the ids of a turn that has ended. The row then waits for a reply."""
 
     def receive_unfinished_turn(
         self, row: int, ids: list[int], logprobs: np.ndarray, reason: str
     ) -> None:
-        """The row has ended because it has reached a limit. ids: the ids of its unfinished turn."""
+        """
+        Receives the unfinished turn of a row that has ended at a limit.
+
+        ids: empty if the row has ended between two turns. reason: the row's finish reason.
+        """
 
     def take_replies(self, wait: bool) -> dict[int, list[int] | str]:
         """
@@ -117,7 +121,7 @@ class TurnScheduler:
         for row, length in prompt_lengths.items():
             self.max_positions[row] = self.episodes.context - length
         # for rows that wait for a reply, the states of the gated delta nets at the end of the turn
-        self.net_states: dict[int, list[tuple[mx.array, mx.array]]] = {}
+        self.delta_states: dict[int, list[tuple[mx.array, mx.array]]] = {}
         self.replies: dict[int, list[int]] = {}  # the ids that each row gets next
 
         rows = list(prompt_lengths)
@@ -175,8 +179,8 @@ class TurnScheduler:
                 self._store_turn_and_ask_for_reply(row)
                 # tokens sampled after the end of the turn, 0 or 1
                 num_extra = int(self.decoder.num_sampled[row] - length)
-                self.net_states[row] = [net.get_state(slot, num_extra) for net in self.cache.nets]
-                mx.async_eval(self.net_states[row])
+                self.delta_states[row] = [net.get_state(slot, num_extra) for net in self.cache.nets]
+                mx.async_eval(self.delta_states[row])
             # later writes overwrite the columns of tokens that were sampled after the end
             self.cache.lengths[slot] = len(state.sequences[row])
 
@@ -237,9 +241,9 @@ class TurnScheduler:
             else:
                 self.replies[row] = reply
 
-        for row in list(self.net_states):
+        for row in list(self.delta_states):
             if state.is_over(row):
-                del self.net_states[row]
+                del self.delta_states[row]
 
     def _positions_left(self, row: int) -> int:
         """How many positions a row may still use."""
@@ -287,9 +291,9 @@ class TurnScheduler:
             row = row_of_slot[slot]
             self.state.sequences[row] += ids
             self._begin_turn(row)
-            net_states = self.net_states.pop(row)
-            for net, net_state in zip(self.cache.nets, net_states, strict=True):
-                net.set_state(mx.array([slot]), net_state)
+            delta_states = self.delta_states.pop(row)
+            for net, delta_state in zip(self.cache.nets, delta_states, strict=True):
+                net.set_state(mx.array([slot]), delta_state)
             self.decoder.num_sampled[row] = self.state.lengths[row]
 
         num_columns = max(gpu.prefill_tokens_per_pass() // len(replies), 1)

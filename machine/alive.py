@@ -3,7 +3,7 @@ Shows what a command is doing, how much of the work is done, and how much time i
 
 In a terminal or a notebook, tqdm draws progress bars. If the output goes to a file or a pipe, a
 line about the progress is written whenever nothing else has been written for a while. One thread
-updates the bars and writes the lines. The lines that a run prints are in reporting/console.py.
+updates the bars and writes these lines. reporting/console.py prints the lines of a run.
 """
 
 import contextlib

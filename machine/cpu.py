@@ -5,10 +5,10 @@ These operations are e**x, for which MLX needs 12 ns per number, and sums and ma
 
 This file computes e**x in two ways. `mx.compile` builds C++ loops with g++, which take 2 ns per
 number and have a relative error of 2e-7. A power of two takes 4.4 ns per number and has a relative
-error of 1e-6 for |x| < 8. The power of two is used if g++ is missing, if there are few numbers, or
-if a gradient is computed. If a gradient is computed, MLX would run a compiled function operation by
-operation, which takes 8 ns per number including the gradient, whereas the power of two takes 4.7
-ns. On a GPU, MLX's own e**x is the fastest.
+error of 1e-6 for |x| < 8. The power of two is used if g++ is missing, if the system is not Linux,
+if there are few numbers, or if a gradient is computed. If a gradient is computed, MLX would run a
+compiled function operation by operation, which takes 8 ns per number including the gradient,
+whereas the power of two takes 4.7 ns. On a GPU, MLX's own e**x is the fastest.
 
 Axes: S an arbitrary size, V numbers per row.
 """

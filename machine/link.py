@@ -354,9 +354,9 @@ class Link:
         padded = self._gather_bytes(job.data.ljust(largest, b"\0"))
         return [data[:size] for data, size in zip(padded, sizes, strict=True)]
 
-    def _gather_bytes(self, data: bytes) -> list[bytes]:
+    def _gather_bytes(self, padded_data: bytes) -> list[bytes]:
         """The data of all machines, by rank; all machines must send the same number of bytes."""
-        array = np.frombuffer(data, np.uint8)
+        array = np.frombuffer(padded_data, np.uint8)
         gathered = self._run_collective(mx.distributed.all_gather, array)
         return [part.tobytes() for part in np.split(gathered, self.size)]
 

@@ -179,8 +179,8 @@ def _looks_like_utf16(content: bytes) -> bool:
     """
     Whether the content of a file without a byte order mark looks like UTF-16.
 
-    In UTF-16, most characters consist of two bytes, one of which is zero: always the first one, or
-    always the second one.
+    In UTF-16, a Latin character consists of two bytes, one of which is zero: in one file, always
+    the first, or always the second.
     """
     start = content[: 2**16]
     fewer, more = sorted([start[::2].count(0), start[1::2].count(0)])

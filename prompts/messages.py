@@ -180,8 +180,8 @@ def _read_role(label: str, fields: Message) -> str:
 
 def _read_content(label: str, role: str, content: Any, may_be_empty: bool) -> str:
     """
-    The text in a message's content, which may be a string, a list of text parts, or in a tool's
-    result, any JSON value.
+    The text in a message's content, which may be a string or a list of text parts. The content of a
+    tool's result may be any JSON value.
     """
     content_label = f"content of {label}"
     parts = [content] if _is_content_part(content, TEXT_PARTS) else content

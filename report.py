@@ -27,8 +27,8 @@ from text.printable import escape_and_redact_for_printing, escape_invisible
 # the errors that reading a record raises if figures are missing from the record
 DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError)
 MOST_CHARACTERS = 60  # the most characters of a setting's value that a table shows
-# If a comparison is wider than the terminal, the command for a CSV table is printed below it. If
-# the output is not a terminal, this number of columns is the limit instead.
+# Below a comparison that is wider than the terminal, report.py prints the command for a CSV table.
+# If the output is not a terminal, the comparison may be this many columns wide.
 WIDEST = 160
 RUN_COLUMNS = [
     "run",
@@ -206,8 +206,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--csv",
         action="store_true",
-        help="print a CSV table with one row per run, or write it to the --out file: settings that "
-        "differ, figures with intervals, seconds and tokens",
+        help="print a CSV table with one row per run, or write this table to the --out file; the "
+        "columns are settings that differ, figures with intervals, seconds and tokens",
     )
     parser.add_argument(
         "--list",
@@ -252,7 +252,9 @@ def write_page_and_print_differences_and_path(
     runs: list[str], out: Path | None, *, opens: bool
 ) -> None:
     """
-    Writes one page about all named runs and prints the page's path.
+    Writes one page about all named runs, and prints the page's path.
+
+    With several runs, first prints how much their held-out figures vary and differ.
 
     opens: whether to open the page in a browser too.
     """

@@ -43,7 +43,7 @@ Figures = dict[str, Any]
 
 def instantiate_and_check_callbacks(callbacks: Iterable[Any]) -> list[Any]:
     """
-    The callbacks, with an instance in place of each class.
+    Checks the callbacks, and returns them with an instance in place of each class.
 
     Raises ValueError if a callback has no method in EVENTS, or a method for an unknown event.
     """

@@ -257,6 +257,7 @@ class ChartScale(NamedTuple):
         return f"{y:.1f}"
 
     def svg_points(self, steps: np.ndarray, values: np.ndarray) -> list[str]:
+        """Returns the coordinates of each point of a curve, in the form "x,y"."""
         return [
             f"{self.x_coordinate(step)},{self.y_coordinate(value)}"
             for step, value in zip(steps, values, strict=True)

@@ -54,7 +54,11 @@ class MeanChange(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """BETTER or WORSE if the interval excludes 0, SAME if it is narrow, otherwise FEW."""
+        """
+        BETTER or WORSE if the interval excludes 0, otherwise SAME or FEW.
+
+        SAME means that both ends of the interval are close to 0, as MARGIN defines it.
+        """
         if self.low > 0:
             return BETTER
         if self.high < 0:
@@ -67,8 +71,8 @@ class MeanChange(NamedTuple):
         """
         The number of problems needed to detect a difference of this size with a power of 80%.
 
-        The number is POWER s^2 / d^2, where s is the standard deviation of the differences and d
-        is this difference, but at least MARGIN times the span.
+        The number is POWER s^2 / d^2. Here s is the standard deviation of the differences, and d is
+        this difference or MARGIN times the span, whichever is larger.
         Source: Chow, Shao and Wang, Sample Size Calculations in Clinical Research, 3.1.
         """
         confidence_half_width = (self.high - self.low) / 2
@@ -193,7 +197,9 @@ def mean_value_by_problem(answers: Mapping[Any, dict[str, Any]]) -> ValueByProbl
 
 def fewest_readable_samples(answers: Mapping[Any, dict[str, Any]]) -> int:
     """
-    Returns the smallest number of readable samples of a problem, ignoring problems without any.
+    Returns the smallest number of readable samples that any problem has.
+
+    Problems without a readable sample are ignored.
 
     Returns 1 if no problem has a readable sample.
     """

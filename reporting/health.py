@@ -15,7 +15,7 @@ from disk import eval_record
 
 Records = Sequence[dict[str, Any]]
 
-CUT_OFF_NAME = "truncated"  # of the warning about answers that are cut off
+CUT_OFF_NAME = "truncated"  # the name of the warning about answers that are cut off
 TRUNCATED = "completion/truncated_frac"
 EVAL_TRUNCATED = "eval/truncated_frac"
 CONTROL = "completion/control_frac/"  # the prefix of the metrics about control tokens

@@ -90,7 +90,7 @@ class History:
 
     @functools.cached_property
     def with_comparable_evals(self) -> "History":
-        """The run without the evaluations from before the last change of what they measure."""
+        """The run with only the evaluations since a resume last changed what they measure."""
         num_evals, num_answers = run_changes.num_incomparable_evaluations_and_answers(self.changes)
         if not num_evals:
             return self
@@ -187,7 +187,7 @@ def format_figure_before_after(
 
 def run_status(run: History, ended: bool = False) -> str:
     """
-    Returns "done", "running", or "stopped" for an unfinished run that no process is training.
+    Returns "done" if a run is finished, "running" if a process trains it, otherwise "stopped".
 
     ended: whether the process that owns the run has stopped training.
     """

@@ -281,6 +281,7 @@ def group_signal_metrics(samples: list[Sample]) -> dict[str, float | None]:
 
 
 def judge_metrics(judgement: Judgement) -> dict[str, float | None]:
+    """Returns metrics of the judge: its speed, and how many scores were unreadable or cached."""
     speed = None
     if judgement.num_evaluations:
         speed = judgement.num_evaluations / judgement.seconds

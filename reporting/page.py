@@ -296,7 +296,7 @@ def format_progress_and_time_left(run: History, status: str) -> str:
 
 def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
     """
-    Returns the HTML page of the first run, with the curves of all seeds and settings.
+    Returns an HTML page about the first run of the first group, with charts of all runs.
 
     ended: whether the process that owns the run has stopped training.
     """
@@ -333,7 +333,7 @@ def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
         tone=verdict_css_class(verdict),
         facts=history.headline_facts(run, ended),
         name_of_first=run.name if len(seed_groups) > 1 else "",
-        other_runs=[other_run_for_page(group) for group in seed_groups[1:]],
+        other_runs=[other_run_for_page(group.runs[0]) for group in seed_groups[1:]],
         seeds=[
             *seeds.describe_spreads_and_differences(seed_groups),
             *paired.describe_paired_differences(seed_groups),
@@ -373,9 +373,8 @@ def verdict_css_class(verdict: Verdict | None) -> str:
     return "good" if verdict.outcome == BETTER and not verdict.is_doubtful else ""
 
 
-def other_run_for_page(group: SeedGroup) -> dict[str, Any]:
-    """Returns the verdict, the figures and the held-out answers of a group's first run."""
-    run = group.runs[0]
+def other_run_for_page(run: History) -> dict[str, Any]:
+    """Returns what the page shows of another run: its verdict, figures and held-out answers."""
     verdict = reach_verdict_on_held_out_change(run)
     before, after = history.format_figure_before_after(run)
     return {

@@ -29,7 +29,7 @@ MEASURES = {
 
 
 def describe_paired_differences(groups: list[SeedGroup]) -> list[str]:
-    """Returns a line for each other group about its difference from the first group."""
+    """Returns a line for each group after the first, about its difference from the first group."""
     lines = []
     for group in groups[1:]:
         line = describe_paired_difference(groups[0], group)
@@ -145,8 +145,8 @@ def digests_of_differing_files(runs: list[History]) -> dict[str, list[str]]:
     """
     Returns the files and functions whose content is not the same in all runs.
 
-    Each name has a list with the beginning of a digest for each run, or "-" for a run without such
-    a file.
+    Under each name is a list with one entry per run: the beginning of the digest, or "-" for a run
+    without such a file.
     """
     names: dict[str, None] = {}  # used as a set that keeps its order
     for run in runs:

@@ -66,7 +66,7 @@ class Verdict(NamedTuple):
     text: str  # the measured figures
     signs: list[str]  # how the run's answers changed, the most telling sign first
     advice: str
-    drawn: list[RandomlyDrawnAnswer]  # the answers to ten randomly drawn problems
+    drawn: list[RandomlyDrawnAnswer]  # the answers to at most ten randomly drawn problems
     is_doubtful: bool  # whether the model may have gamed the reward
     warning: health.RunWarning | None  # None if there is nothing to warn about
 

@@ -27,10 +27,9 @@ from prompts.examples import did_you_mean, format_error
 from text.function_specs import format_arguments, parse_arguments, split_off_arguments
 
 T = TypeVar("T")
-# the settings whose functions only change the training, so that evaluate.py does not load them
+# The functions in these settings are used only for updates, so evaluate.py does not load them.
 TRAINING_FUNCTIONS = ("advantage", "loss_type", "optimizer")
-# The module that stores the functions of the caller's program that have no global name, such as
-# lambdas.
+# This module stores functions of the caller's program that have no global name, such as lambdas.
 NAMELESS = "functions_of_a_program"
 ELSEWHERE = "the function exists only in the program that started the run"
 
@@ -42,7 +41,11 @@ _modules: dict[tuple[Path, bytes], ModuleType] = {}
 
 
 def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
-    """The name and the function of a specification with one function; see `load_functions`."""
+    """
+    Loads the only function in a specification, and returns its name and the function.
+
+    `load_functions` explains the arguments and the errors.
+    """
     without_arguments, _ = split_off_arguments(spec)
     if not without_arguments.rpartition(":")[2].isidentifier():
         raise ValueError(f"{flag} is {spec!r}, but should be FILE.py:function{hint}")
@@ -244,7 +247,7 @@ def only_place_that_has_functions(settings: dict[str, Any]) -> str:
 
 
 def settings_without_training_functions(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings without the functions that only change the training."""
+    """The settings without the functions for updates, which evaluations do not need."""
     return {name: value for name, value in settings.items() if name not in TRAINING_FUNCTIONS}
 
 
@@ -323,7 +326,11 @@ def call_or_raise_with_location(label: str, fn: Callable[..., T], *args: Any) ->
 
 
 def is_caused_by_user_function(error: BaseException) -> bool:
-    """Whether a user's function failed, or raised the error in a file that `load_function` read."""
+    """
+    Whether an error, or one of its causes, arose in a user's code.
+
+    Such an error is a `UserFunctionError`, or its traceback leads through one of the user's files.
+    """
     user_files = {str(path) for path, _ in _modules}
     cause: BaseException | None = error
     while isinstance(cause, Exception):

@@ -272,8 +272,16 @@ def print_reply_until_ctrl_c(side: ChatModel, line: str, ctrl_c_presses: list[in
             if ctrl_c_presses:
                 break
     print(flush=True)
-    if len(side.turn) == side.params.max_tokens and not side.newest_turn_has_end_token():
+    if ctrl_c_presses or side.newest_turn_has_end_token():
+        return
+    if len(side.turn) == side.params.max_tokens:
         print(f"(the reply was cut off at --max-tokens {len(side.turn)})", file=sys.stderr)
+    elif side.cache.length == side.context:
+        print(
+            f"(the conversation has reached the model's context of {side.context} tokens; an empty "
+            "line begins a new conversation)",
+            file=sys.stderr,
+        )
 
 
 # ---- the command

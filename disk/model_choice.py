@@ -6,7 +6,6 @@ gwen.py defines the model and loads its weights. disk/hub.py finds a model on di
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from disk import adapters, ends, hub
 from machine import gpu
 from text.documents import load_yaml
+from text.printable import print_once
 
 
 def choose_model_and_reason(
@@ -142,9 +142,3 @@ def warn_of_different_base(adapter: str | Path, name: str | Path, flag: str = "-
             f"gwen: {flag} {adapter} was trained on {base}, but the model is {name}; "
             f"if this is a mistake, use --model {base}"
         )
-
-
-@functools.cache
-def print_once(line: str) -> None:
-    """Print a line on stderr, but only once per process."""
-    print(line, file=sys.stderr)

@@ -9,17 +9,15 @@ settings/sources.py determines which settings name files. checkpoint.py determin
 run may use other files.
 """
 
-import functools
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from text.documents import read_json
 from text.function_specs import split_off_arguments
-from text.printable import escape_invisible
+from text.printable import print_once
 
 LARGE = 2**28  # bytes; the digest of a larger file covers only the file's size, beginning and end
 END = 2**24  # the number of bytes at the beginning and end of a large file that the digest covers
@@ -168,12 +166,6 @@ def find_and_print_moved_paths(run_dir: Path, candidate_paths: Iterable[str] = (
         elif candidates and candidates[0] in relative_paths:
             print_once(f"{old} no longer exists, and {candidates[0]} has different content")
     return moves
-
-
-@functools.cache
-def print_once(line: str) -> None:
-    """Print a line on stderr, but only once per process."""
-    print(escape_invisible(line), file=sys.stderr)
 
 
 def settings_with_new_paths(settings: dict[str, Any], run_dir: Path) -> dict[str, Any]:

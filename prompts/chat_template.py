@@ -344,16 +344,17 @@ def encode_prompts(
     for number, example in enumerate(examples, 1):
         name = f"{kind} {number}, {shorten_value(example['prompt'])}"
         try:
+            # checked without the system prompt, so that an error counts the user's messages
             prepare_messages_for_template(tokenizer, make_messages(example["prompt"], None))
+            ids = encode_chat(
+                tokenizer,
+                example["prompt"],
+                system=example.get("system"),
+                thinking=thinking,
+                variables=example.get("chat_template_kwargs"),
+            )
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        ids = encode_chat(
-            tokenizer,
-            example["prompt"],
-            system=example.get("system"),
-            thinking=thinking,
-            variables=example.get("chat_template_kwargs"),
-        )
         if len(ids) + max_tokens > context:
             raise ValueError(
                 f"{name}, has {len(ids)} tokens; with a reply of --max-tokens {max_tokens} tokens, "

@@ -14,6 +14,7 @@ import gwen
 import lora
 from disk import adapters, hub, model_choice
 from evaluation import policy
+from text import printable
 
 WEIGHTS = {"mlx_lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}
 
@@ -213,7 +214,7 @@ def test_every_way_to_put_an_adapter_on_another_base_prints_a_warning(tmp_path, 
     adapter = str(tmp_path / "other")
 
     for number, flags in enumerate((["--fuse"], ["--export", "peft"])):
-        model_choice.print_once.cache_clear()
+        printable.print_once.cache_clear()
         out = str(tmp_path / str(number))
         export.main([*flags, "--adapter", adapter, "--model", "demo", "--out", out])
         warning = capsys.readouterr().err
@@ -224,6 +225,6 @@ def test_every_way_to_put_an_adapter_on_another_base_prints_a_warning(tmp_path, 
         lambda: gwen.load("demo", adapter=adapter),
         lambda: policy.load_policy("demo", adapter),
     ):
-        model_choice.print_once.cache_clear()
+        printable.print_once.cache_clear()
         load()
         assert "Qwen/Qwen3-0.6B" in capsys.readouterr().err

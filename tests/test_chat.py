@@ -83,6 +83,22 @@ def test_a_full_context_or_a_nan_logprob_ends_a_chat_with_an_error(tiny_model, t
         list(make_chat_model(model, tokenizer).stream_reply("one"))
 
 
+def test_a_note_says_whether_the_limit_or_the_context_cut_off_a_reply(
+    tiny_model, tokenizer, capsys
+):
+    model = gwen.load_model(tiny_model, mx.float32)
+    chat_model = make_chat_model(model, tokenizer)
+    chat_model.ends = set()  # no token ends a reply
+    chat.print_reply_until_ctrl_c(chat_model, "one", [])
+    assert "cut off at --max-tokens 6" in capsys.readouterr().err
+
+    num_prompt_tokens = chat_model.cache.length - 6
+    chat_model = make_chat_model(model, tokenizer, context=num_prompt_tokens + 4)
+    chat_model.ends = set()
+    chat.print_reply_until_ctrl_c(chat_model, "one", [])
+    assert f"context of {num_prompt_tokens + 4} tokens" in capsys.readouterr().err
+
+
 # ---- characters
 
 

@@ -25,6 +25,7 @@ from rewards import audit, built_in, rewards
 from run import SftRun
 from settings import checks, sources
 from settings.sources import make_paths_absolute, parse_flags, settings_from_flags
+from text import printable
 from text.documents import load_yaml
 
 SUMS = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(30)]
@@ -490,7 +491,7 @@ def project(tmp_path_factory):
 @pytest.fixture
 def moved(project, tmp_path, monkeypatch):
     """A moved copy of the project, which is the working directory; no move was reported before."""
-    places.print_once.cache_clear()
+    printable.print_once.cache_clear()
     monkeypatch.chdir(shutil.copytree(project, tmp_path / "moved"))
     return tmp_path / "moved"
 
@@ -516,7 +517,7 @@ def test_a_run_in_a_moved_project_resumes_and_reports_the_new_place_of_each_file
     assert settings["data"] == str(moved / "mine.jsonl")
 
     # The next resume finds the files at the recorded places.
-    places.print_once.cache_clear()
+    printable.print_once.cache_clear()
     train.main(["--resume", "runs/x", "--steps", "3"])
     assert "no longer exists" not in capsys.readouterr().err
 

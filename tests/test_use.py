@@ -42,7 +42,7 @@ def test_a_command_prints_the_output_on_the_page(
 
 
 def test_an_empty_line_between_piped_lines_begins_a_new_conversation(golden, monkeypatch, capsys):
-    assert "an empty line begins a new one" in PAGE
+    assert "an empty line begins a new conversation" in PAGE
     flags = ["--run", str(golden("grpo")), "--temp", "0", "--max-tokens", "6"]
     question = "What is twenty-nine plus eighteen?"
     chat.main([*flags, "--prompt", question])

@@ -4,8 +4,10 @@ Makes text from models, users and servers safe to print, without secrets or invi
 This file does not cover how documents are read (documents.py).
 """
 
+import functools
 import os
 import re
+import sys
 
 # control characters other than line feeds and tabs
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -47,3 +49,9 @@ def redact_secrets(text: str, *more_secrets: str) -> str:
         if len(secret) >= LEAST_SECRET:
             text = text.replace(secret, "***")
     return re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
+
+
+@functools.cache
+def print_once(line: str) -> None:
+    """Print a line on stderr, but only once per process."""
+    print(escape_invisible(line), file=sys.stderr)

@@ -172,8 +172,9 @@ def write_export_and_return_summary(
     Writes the model or adapter to `result_dir`, and returns a summary.
 
     run: the run that trained the adapter, or None if the run is unknown.
-    bits16_dir: the directory for the 16-bit model. This model is written first if the model in
-        `result_dir` has fewer bits, and is rounded from the 16-bit model or compared with it.
+    bits16_dir: the directory for the 16-bit model, which is written first if the model in
+        `result_dir` has fewer bits. The model in `result_dir` is rounded from it or compared with
+        it.
     """
     has_few_bits = args.bits in FEW_BITS
     template_run = None if args.keep_template else run
@@ -233,8 +234,9 @@ def least_bytes_to_write(
     """
     A lower bound on the number of bytes that will be written.
 
-    The base model has at most 32 bits per weight. `--fuse --bits` first writes a copy in which the
-    weights keep all their bits.
+    For `--export gguf`, or if the base model is a GGUF file, the bound assumes that the base model
+    has 32 bits per weight, which is the maximum. Otherwise the bound is the size of the base model:
+    `--fuse`, even with `--bits`, first writes a copy in which the weights keep all their bits.
     """
     if export == "peft":
         files = list(adapters.find_adapter_directory(adapter).glob("*.safetensors"))
@@ -250,7 +252,7 @@ def least_bytes_to_write(
 @contextlib.contextmanager
 def make_and_set_temp_dir_beside(out: Path, num_bytes: int) -> Iterator[Path]:
     """
-    A temporary directory beside `out`, which is removed after the context.
+    Makes a temporary directory beside `out`, and removes it after the context.
 
     Inside the context, `tempfile` uses this directory, so other libraries write to the same disk.
 

@@ -371,7 +371,7 @@ def importance_ratio(
 
 def sampler_weights(tokens: Tokens, objective: Objective) -> mx.array | None:
     """
-    Importance weights, which correct the policy terms because another policy sampled the tokens.
+    Importance weights that correct the policy terms if another policy sampled the tokens.
 
     The result is None if `importance_sampling_correction` is "off".
 

@@ -212,7 +212,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))"""
+    """Computes down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: hub.ModelConfig):
         super().__init__()
@@ -782,12 +782,8 @@ def first_layer_of_each_kind(model: Model) -> dict[str, Block]:
     return {kind: model.layers[kinds.index(kind)] for kind in kinds}
 
 
-def check_mlx_arithmetic(model: Model) -> tuple[str, bool]:
-    """
-    Checks the arithmetic of MLX itself with the sizes of a model's weights.
-
-    Returns a description of the errors, and whether they are small enough.
-    """
+def check_mlx_arithmetic(model: Model) -> probe.ArithmeticReport:
+    """Checks the arithmetic of MLX itself with the sizes of a model's weights."""
     matrices = []
     for layer in first_layer_of_each_kind(model).values():
         for _, array in tree_flatten(layer.parameters()):

@@ -16,8 +16,8 @@ neutral value.
 
 A judge on a server is in judging/remote_judge.py.
 
-Axes: N completions or prompts, J criteria, M rows of a batch, L positions of a level, C hidden,
-V vocabulary.
+Axes: N completions or prompts, J criteria, M rows of a batch, L positions of a level of the tree,
+C hidden, V vocabulary.
 """
 
 import functools
@@ -239,9 +239,7 @@ class Judge(Grader):
         return row_evaluations
 
     def _decode_thoughts(self, logits: mx.array, cache: TreeCache) -> list[list[int]]:
-        """
-        Decodes each row's thought up to </think>, an end token or the token limit. Returns its ids.
-        """
+        """Returns each row's thought, decoded up to </think>, an end token or the token limit."""
         assert self.end_of_thought is not None
         ends = [*self.model.config.end_ids, self.end_of_thought]
         return sampler.continue_greedily(

@@ -38,11 +38,12 @@ def assign_rewards_and_grades(
     task: tasks.Task, grader: Grader | None, samples: list[Sample]
 ) -> tuple[list[Sample], np.ndarray, LoggedValues]:
     """
-    Returns the samples with their rewards, their values (N,), and what the reward functions logged.
+    Returns the samples with rewards, a value for each (N,), and what the reward functions logged.
 
     With a verifier, a sample's value is the verifier's grade, which is 1 for a right answer.
     Without a verifier, the value is the weighted sum of the rewards. As in training, the mean of
-    the readable judge scores replaces each unreadable score. An unknown value is nan.
+    the judge's readable rewards replaces each unreadable one. A value is nan if the verifier gives
+    no grade or, without a verifier, if none of the sample's rewards is readable.
     """
     components, logged = compute_rewards(task.rewards, samples, task.reward_weights)
     scores = None
@@ -61,7 +62,7 @@ def assign_rewards_and_grades(
 
 
 def rewards_or_nan_if_unreadable(samples: list[Sample]) -> np.ndarray:
-    """Returns the reward of each sample, (N,), or nan if a judge's score is unreadable."""
+    """Returns the reward of each sample, (N,); nan if none of its components is readable."""
     return np.array([sample.reward_or_nan_if_unreadable for sample in samples])
 
 
@@ -134,9 +135,9 @@ def compute_figures_per_problem(
     task: tasks.Task, sampled: list[Sample], values: np.ndarray, num_samples: int
 ) -> dict[str, np.ndarray]:
     """
-    Returns figures by name, (P,) each, that summarize the values (N,) of each problem's samples.
+    Summarizes the values (N,) of the samples, and returns the figures by name, (P,) each.
 
-    For a task with a verifier, the figures include pass@1 and pass@K.
+    Each figure has one number per problem. With a verifier, the figures include pass@1 and pass@K.
     """
     means = mean_over_samples(values, num_samples)
     figures = {task.metric: means, "mean_at_k": means}

@@ -51,7 +51,7 @@ def gpu_memory_limit(memory_bytes: int) -> int:
     return 2 * memory_bytes // 3
 
 
-LAPTOP = gpu_memory_limit(2**34)
+LAPTOP = gpu_memory_limit(2**34)  # the GPU memory of a laptop with 16 GB
 PYTHON_BYTES = 170_000_000  # including 30 MB for reading data
 TOKENIZER_BYTES = 700  # bytes per token in the vocabulary
 
@@ -68,7 +68,7 @@ RECOMPUTED = 2.4  # for a layer whose intermediate results are computed again
 RECOMPUTED_SHARED = 2.0  # for such a layer if completions share their prompts
 LINEAR_RECOMPUTED = 1.6
 TEMPLATE_TOKENS = 30  # the number of tokens that a chat template or a judge prompt adds to a text
-TOKEN_CHARACTERS = 4
+TOKEN_CHARACTERS = 4  # the assumed number of characters per token
 # MLX computes ahead, so up to this many tiles of log-probabilities are in memory at the same time.
 TILES_IN_FLIGHT = 9
 
@@ -229,8 +229,8 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
     counts = count_parameters(model, config.model)
     weights = counts.weights * dtype.size
 
-    # Weights that are trained in float32 need no copy. Adapters are trained in float32, and have a
-    # 16-bit copy if the model has 16 bits.
+    # If all weights are trained and have float32, they need no float32 copies (masters). Adapters
+    # are trained in float32, and also have a 16-bit copy if the model has 16 bits.
     num_masters = counts.trained if rank or dtype != mx.float32 else 0
     copy_size = dtype.size if rank and dtype != mx.float32 else 0
     resident = {"weights": weights}
@@ -284,7 +284,9 @@ def bytes_added_by_rollout(demand: RunDemand, rows_at_once: int) -> int:
 
 def _sft_held_out_sampling_bytes(demand: RunDemand, rows_at_once: int) -> int:
     """
-    Return the bytes that sampling held-out answers needs with --loss-type sft, or 0 without it.
+    Return the bytes that a run with --loss-type sft needs for sampling held-out answers.
+
+    Returns 0 if the run's evaluations do not sample answers.
 
     The lengths of the conversations stand for the lengths of their prompts, which are shorter.
     """
@@ -392,7 +394,7 @@ def update_phase_bytes(demand: RunDemand, sizes: MemoryDependentSizes) -> int:
 
 def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: MicroBatchSizes) -> int:
     """
-    Return the bytes that the forward and backward pass of a micro-batch needs.
+    Return the bytes that the forward and backward passes of a micro-batch need.
 
     num_recomputed: the number of layers, counted from the first trained layer, whose intermediate
         results are computed again.
@@ -618,7 +620,10 @@ def max_full_checkpoint_disk_bytes(demand: RunDemand, need: MemoryNeed) -> int:
 def suggest_memory_remedy(need: MemoryNeed, available_bytes: int) -> str:
     """Advise how to make the largest part smaller if a run needs too much memory."""
     if need.resident["Python"] >= available_bytes:
-        return "Python and MLX alone need more than this; use a machine with more memory"
+        return (
+            "Python and MLX alone need more memory than this machine has; "
+            "use a machine with more memory"
+        )
     parts = need.phases if sum(need.resident.values()) <= available_bytes else need.resident
     largest = max(REMEDIES.keys() & parts.keys(), key=parts.__getitem__)
     return REMEDIES[largest]

@@ -151,10 +151,12 @@ def rollout_bytes(
 
 def choose_rollout_rows(fits_gpu_memory: Callable[[int], bool], max_rows: int) -> int:
     """
-    The number of rows, at most `max_rows`, that a rollout decodes at once.
+    The number of rows that a rollout decodes at once.
 
-    fits_gpu_memory: says whether a number of rows fits into memory. Without a GPU, this function is
-    not called, so that the number of rows is the same on every machine.
+    On a GPU, this is `max_rows`, halved until the rows fit into memory. Without a GPU, it is at
+    most USUAL_ROWS, whatever the memory, so that it is the same on every machine.
+
+    fits_gpu_memory: a function that says whether a number of rows fits into the GPU's memory.
     """
     if not gpu.on_gpu():
         return min(max_rows, USUAL_ROWS)

@@ -121,16 +121,16 @@ def count_update_flops(
     demand: RunDemand,
     sizes: MemoryDependentSizes,
     token_counts: UpdateTokenCounts,
-    matmuls: int,
-    head: int,
-    attention: float,
+    matmul_parameters: int,
+    head_parameters: int,
+    attention_flops: float,
 ) -> float:
     """
     Return the FLOPs of an update, including all its iterations.
 
-    matmuls: the number of parameters in the matrices of layers.
-    head: the number of parameters in the output head.
-    attention: the FLOPs that attention needs for one query, in all layers.
+    matmul_parameters: the number of parameters in the matrices of layers.
+    head_parameters: the number of parameters in the output head.
+    attention_flops: the FLOPs that attention needs for one query, in all layers.
     """
     config = demand.config
     # A backward pass computes the gradients of inputs, and without adapters also those of weights.
@@ -141,15 +141,16 @@ def count_update_flops(
     num_other_passes = bool(config.objective.beta) + bool(config.objective.teacher)
     num_passes = config.optimizer.num_iterations * (1 + recomputed + num_backward)
     num_passes += num_other_passes
-    layer_flops = (
-        num_passes * 2 * matmuls * (token_counts.prompt_tokens + token_counts.trained_tokens)
-    )
+    num_layer_tokens = token_counts.prompt_tokens + token_counts.trained_tokens
+    layer_flops = num_passes * 2 * matmul_parameters * num_layer_tokens
     # These FLOPs are for logits and attention, including their gradients.
     attention_passes = 1 + 2.5 * trained
-    head_flops = (4 * head + attention_passes * attention) * token_counts.trained_tokens
+    flops_per_token = 4 * head_parameters + attention_passes * attention_flops
+    head_flops = flops_per_token * token_counts.trained_tokens
 
     num_measured_passes = config.optimizer.num_iterations + num_other_passes
-    measured_flops = (2 * (matmuls + head) + attention) * token_counts.measured_tokens
+    flops_per_measured_token = 2 * (matmul_parameters + head_parameters) + attention_flops
+    measured_flops = flops_per_measured_token * token_counts.measured_tokens
     return layer_flops + head_flops + num_measured_passes * measured_flops
 
 

@@ -385,7 +385,7 @@ def mean_metric_with_missing_as_0(steps: list[dict[str, Any]], metric: str) -> f
 
 
 def advise_if_long_run_has_no_signal(
-    config: Config, steps: list[dict[str, Any]], evaluation_s: float, run: Path
+    config: Config, first_steps: list[dict[str, Any]], evaluation_s: float, run: Path
 ) -> str:
     """
     Advise what to change if the rewards in each group were equal in the first steps of a run.
@@ -397,18 +397,18 @@ def advise_if_long_run_has_no_signal(
     """
     if not config.compares_within_groups:
         return ""
-    seconds = [step["step/s"] for step in steps]
+    seconds = [step["step/s"] for step in first_steps]
     passed_time = sum(seconds[:-1]) <= TRY_SECONDS < sum(seconds)
-    is_end_of_trial = len(steps) == TRY_STEPS or passed_time
+    is_end_of_trial = len(first_steps) == TRY_STEPS or passed_time
 
-    seconds_left = min(seconds) * (config.optimizer.steps - len(steps))
+    seconds_left = min(seconds) * (config.optimizer.steps - len(first_steps))
     if config.evaluation.every:
         seconds_left += evaluation_s * (config.optimizer.steps // config.evaluation.every)
 
-    has_signal = any(step["sampling/signal_groups"] != 0 for step in steps)
+    has_signal = any(step["sampling/signal_groups"] != 0 for step in first_steps)
     if has_signal or not is_end_of_trial or seconds_left <= LONG:
         return ""
-    *_, advice = trial_report_lines(config, steps, list(read_log(run / "rollouts.jsonl")))
+    *_, advice = trial_report_lines(config, first_steps, list(read_log(run / "rollouts.jsonl")))
     return advice.removeprefix(CHANGE)
 
 

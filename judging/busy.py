@@ -179,7 +179,7 @@ def extract_error(response_body: bytes) -> Any:
     """
     The error in a response's body; None if the body is a reply without an error.
 
-    If the body is not JSON, the error is its text.
+    If the body is not JSON, the error is the body's text.
     """
     try:
         content = read_json(response_body)

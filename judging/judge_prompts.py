@@ -103,6 +103,8 @@ class JudgePromptEncoder:
             for token, token_id in tokenizer.get_added_vocab().items()
             if not token.isspace()
         }
+        # `head` is the text before the question, `middle` is the text between question and answer,
+        # and `tails` has, for each criterion, the text after the answer
         self.head = self.encode_trusted(head)
         self.middle = self.encode_trusted(middle)
         self.tails = [
@@ -140,13 +142,13 @@ class JudgePromptEncoder:
         # drop control tokens that the tokenizer recognizes in other spellings
         return [token_id for token_id in ids if token_id not in self.control]
 
-    def encode_question_segment(self, prompt: str) -> list[int]:
-        """The token ids from the question to just before the answer."""
-        return self.encode_untrusted(prompt) + self.middle
+    def encode_question_segment(self, question: str) -> list[int]:
+        """The token ids of the question and of the text between question and answer."""
+        return self.encode_untrusted(question) + self.middle
 
-    def encode_answer_segment(self, completion: str) -> list[int]:
-        """The token ids from the answer to the end of the text that all criteria share."""
-        return self.encode_untrusted(completion) + self.shared_tail
+    def encode_answer_segment(self, answer: str) -> list[int]:
+        """The token ids of the answer and of the text after it that all criteria share."""
+        return self.encode_untrusted(answer) + self.shared_tail
 
 
 def shared_proper_prefix_length(token_rows: Sequence[Sequence[int]]) -> int:

@@ -111,5 +111,5 @@ class RemoteJudge(Grader):
 
         shown = reply.text or reply.problem
         if not shown and reply.thought:
-            shown = f"(only a thought; --judge-think allows more tokens: {reply.thought})"
+            shown = f"(only a thought; a larger --judge-think allows more tokens: {reply.thought})"
         return evaluation._replace(reply=shown)

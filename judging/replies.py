@@ -263,7 +263,7 @@ def score_from_number_match(text: str, number_match: re.Match[str]) -> int | Non
 
 
 def number_at(text: str, position: int) -> ScoreAndEndOfNumber | None:
-    """The number at `position`, or after a quote or an article there; None if there is none."""
+    """The number at `position`, which a quote or an article may precede; None if it is missing."""
     value = OPENED_VALUE.match(text, position)
     return ScoreAndEndOfNumber(score_from_number_match(text, value), value.end()) if value else None
 

@@ -69,7 +69,7 @@ class Run:
     learner: update.Learner
     journal: Journal
     report: "page.LivePage | None" = None  # the page of the run; None outside the training loop
-    demand: memory_estimate.RunDemand  # the facts that determine the memory needed
+    demand: memory_estimate.RunDemand  # the facts that determine how much memory the run needs
     longest: int  # number of positions in the longest possible training row
     sizes: MemoryDependentSizes
     batch_size: BatchSize  # number of rows that are sampled at once
@@ -307,10 +307,11 @@ class Run:
         current = self.names_of_parts_set_in_python()
         for place, name in self.saved_parts.items():
             if current.get(place) != name and not self.allow_changes:
+                current_name = current.get(place, "not set")
                 raise ValueError(
-                    f"--resume {self.dir}: this run was trained with {name} as {place}, which is "
-                    "not set now; to set it, call Trainer.resume in Python, and set "
-                    f"trainer.{place} before the first step; to continue without it, add "
+                    f"--resume {self.dir}: this run was trained with {name} as {place}, but now "
+                    f"{place} is {current_name}; to use {name}, call Trainer.resume in Python, and "
+                    f"set trainer.{place} before the first step; to continue without {name}, add "
                     "--allow-changes (in Python, allow_changes=True)"
                 )
         for place in self.saved_parts | current:
@@ -367,14 +368,17 @@ class Run:
         """Whether the run can be saved: nothing may have changed since the last logged step."""
         return self.boundary == (self.step, self.learner.num_changes)
 
-    def mark_step_complete_and_keep_state(self, step_metrics: dict[str, Any] | None = None) -> None:
+    def mark_step_complete_and_keep_state(
+        self, metrics_for_curriculum: dict[str, Any] | None = None
+    ) -> None:
         """
         Marks the step as complete, so that the run can be saved.
 
         A run with adapters, which are small, keeps a copy of its state, and returns to the copy if
         the next step fails. A run that trains all weights returns to its newest checkpoint instead.
 
-        step_metrics: the metrics of the step; None if no step was trained.
+        metrics_for_curriculum: the metrics of the step, which a user's own `prompts` object may
+        read; None if no step was trained.
 
         Raises KeyboardInterrupt if Ctrl-C was pressed during the step.
         """
@@ -572,7 +576,11 @@ class GrpoRun(Run):
         self.mark_step_complete_and_keep_state()
 
     def _make_player(self, config: Config) -> "Player | None":
-        """The player for --env-server (None without it), whose harness the task has started."""
+        """
+        The player that lets the harness of --env-server play episodes; None without that flag.
+
+        The task has already started the harness.
+        """
         if self.task.harness is None:
             return None
         from step.player import HarnessPlayer
@@ -638,6 +646,7 @@ class GrpoRun(Run):
         The token ids of each example's prompt, encoded in the same way as in evaluations.
 
         With tools, the prompt is the beginning of the conversation.
+
         kind: the name for a prompt in error messages, such as "training prompt".
         """
         params = score_task.EvalParams.from_config(
@@ -651,7 +660,10 @@ class GrpoRun(Run):
         super().open_logs_and_record_inputs()
         if world.is_first() and self.config.data.path:
             tasks.record_held_out_keys_once(self.dir, self.task.held_out)
+        self._connect_graders_to_journal()
 
+    def _connect_graders_to_journal(self) -> None:
+        """Lets the graders read scores from the journal, and write scores and warnings to it."""
         # the judge and the witness share one cache of scores
         grader_with_scores = self.judge or self.witness
         if grader_with_scores:
@@ -790,14 +802,16 @@ class GrpoRun(Run):
                 self.step, health.RunWarning("settings without effect", "; ".join(ineffective))
             )
 
-    def mark_step_complete_and_keep_state(self, step_metrics: dict[str, Any] | None = None) -> None:
+    def mark_step_complete_and_keep_state(
+        self, metrics_for_curriculum: dict[str, Any] | None = None
+    ) -> None:
         if self._has_own_prompts:
-            curriculum.observe_and_commit(self.prompts, step_metrics)
+            curriculum.observe_and_commit(self.prompts, metrics_for_curriculum)
         else:
             self.prompts.commit()
         self.environment_states = environment_state.collect_states(self.task.environments)
         rewards.set_step_of_user_rewards(self.task.rewards, self.step, self.config.optimizer.steps)
-        super().mark_step_complete_and_keep_state(step_metrics)
+        super().mark_step_complete_and_keep_state(metrics_for_curriculum)
 
     def extra_checkpoint_values(self) -> dict[str, Any]:
         extra = super().extra_checkpoint_values()
@@ -837,7 +851,7 @@ class GrpoRun(Run):
 
 class SftRun(Run):
     """
-    A run of supervised fine-tuning, together with the conversations to learn.
+    A run of supervised fine-tuning, which also holds the conversations to learn.
 
     If --verifier or --reward says how to score answers, evaluations also sample answers to the
     held-out prompts.
@@ -881,6 +895,8 @@ class SftRun(Run):
             held_out, "held-out", self.tokenizer, self.model.config, thinking
         )
         num_answers = self._check_and_count_prompts_to_answer()
+        if self.task is not None and num_answers is not None:
+            self._record_sources_of_answer_scores(self.task)
         print_lines(held_out_warnings(config, train, held_out, num_answers))
 
         conversations = self.train + self.held_out
@@ -894,10 +910,9 @@ class SftRun(Run):
 
     def _check_and_count_prompts_to_answer(self) -> int | None:
         """
-        Checks the held-out prompts, and records what their scores depend on.
+        Checks the prompts that the model answers in an evaluation, and returns their number.
 
-        Returns the number of prompts that the model answers in an evaluation, or None if there are
-        none. Raises ValueError if a prompt is too long.
+        Returns None if there are no such prompts. Raises ValueError if a prompt is too long.
         """
         config = self.config
         if self.task is None or not config.evaluation.every:
@@ -905,10 +920,14 @@ class SftRun(Run):
         problems = pick_evenly_spaced(self.task.held_out, config.evaluation.limit)
         params = score_task.EvalParams.from_config(config)
         params.encode_prompts(self.tokenizer, self.model.config.max_position_embeddings, problems)
-        self.sources |= digest_functions_and_files([config.data.verifier, *config.data.reward])
-        self.sources["held-out answers"] = checkpoint.digest_of_reprs(*self.task.held_out)
-        self.source_files = tuple(list_code_rubric_and_prompt_files(config, self.task))
         return len(problems)
+
+    def _record_sources_of_answer_scores(self, task: tasks.Task) -> None:
+        """Records the functions, files and answers on which the scores of answers depend."""
+        data = self.config.data
+        self.sources |= digest_functions_and_files([data.verifier, *data.reward])
+        self.sources["held-out answers"] = checkpoint.digest_of_reprs(*task.held_out)
+        self.source_files = tuple(list_code_rubric_and_prompt_files(self.config, task))
 
     def samples_for_next_step(self) -> list[Sample]:
         """The samples for the conversations of the next step. Each conversation is a group."""
@@ -925,11 +944,13 @@ class SftRun(Run):
         if world.is_first():
             tasks.record_held_out_keys_once(self.dir, self.all_held_out)
 
-    def mark_step_complete_and_keep_state(self, step_metrics: dict[str, Any] | None = None) -> None:
+    def mark_step_complete_and_keep_state(
+        self, metrics_for_curriculum: dict[str, Any] | None = None
+    ) -> None:
         if self.task is not None:
             num_steps = self.config.optimizer.steps
             rewards.set_step_of_user_rewards(self.task.rewards, self.step, num_steps)
-        super().mark_step_complete_and_keep_state(step_metrics)
+        super().mark_step_complete_and_keep_state(metrics_for_curriculum)
 
     def evaluate(self) -> None:
         """
@@ -1051,8 +1072,8 @@ def digest_functions_and_files(
     Digests of the files that define the user's functions, and of other files, by path.
 
     specs: the functions as FILE.py:function. If the main program or a notebook defines a function,
-    only the function's source code is digested. files: other files; those that do not exist are
-    left out.
+    only the function's source code is digested.
+    files: other files; those that do not exist are left out.
     """
     digests = {}
     function_files = [functions.file_of_spec(spec) for spec in specs]

@@ -80,7 +80,11 @@ class StopTexts(NamedTuple):
 
 
 class SamplingParams(NamedTuple):
-    """How to sample and end completions. Top-p is off at 1, top-k and min-p at 0."""
+    """
+    The settings for sampling completions and for ending them.
+
+    Top-p is off at 1. Top-k and min-p are off at 0.
+    """
 
     max_tokens: int | Sequence[int] = 256  # one limit for all completions, or one per row
     temperature: float = 1.0  # 0 is greedy
@@ -402,9 +406,11 @@ class SlotDecoder(Decoder):
         state: DecodeState,
     ):
         """
-        prompt_logits: the logits after each prompt, (prompts, V). prompt_of: the rows in the order
-        in which they begin, each with the index of its prompt. Rows of an earlier attempt that ran
-        out of memory begin again, without their earlier tokens.
+        Begins as many rows as the cache has slots. If an earlier attempt ran out of memory, its
+        rows begin again, without their earlier tokens.
+
+        prompt_logits: the logits after each prompt, (prompts, V).
+        prompt_of: the index of each row's prompt, by row, in the order in which the rows begin.
         """
         super().__init__(model, cache, state.params)
         self.prompt_logits = prompt_logits
@@ -583,9 +589,8 @@ def prefill_and_sample_batch(
     cache = SlotCache(prompt_cache, min(batch_size, num_rows), width, share_prefix)
     decoder = SlotDecoder(model, cache, prompt_logits, prompt_of, state)
     if state.episodes:
-        from layers.turns import (
-            TurnScheduler,
-        )  # imported here, since rows without turns do not need it
+        # imported here, since rows without turns do not need it
+        from layers.turns import TurnScheduler
 
         prompt_lengths = {row: len(prompts[index]) for row, index in prompt_of.items()}
         TurnScheduler(decoder, prompt_lengths).decode()

@@ -116,7 +116,7 @@ class UserReward:
 
 def to_chat_messages(role: str, prompt_or_completion: Any) -> list[dict[str, str]]:
     """
-    A prompt or completion, converted to a list of chat messages.
+    Converts a prompt or completion to a list of chat messages.
 
     A prompt that is already a list of messages stays as it is. A completion with tools
     has an attribute `messages`, and the result is a copy of that list.
@@ -172,9 +172,9 @@ def call_rewards(
     columns: further arguments of the rewards.
     weights: the weights of the rewards; a reward with weight 0 is only a metric.
 
-    Raises ValueError if a reward other than a metric returns None for all completions, unless each
-    completion got a number from another of the user's functions or environments, as in a run with
-    several tasks. See `call_reward_on_rank0` for other errors.
+    Raises ValueError if a reward that is not only a metric returns None for all completions. This
+    is no error if the user's other functions and environments give each completion a number, as
+    they do in a run with several tasks. See `call_reward_on_rank0` for other errors.
     """
     all_columns = columns_without_prompts(examples) | columns
     prompts = [example["prompt"] for example in examples]
@@ -190,6 +190,7 @@ def call_rewards(
 def _refuse_rewards_without_numbers(
     rewards: dict[str, Reward], values_by_name: dict[str, list[float]]
 ) -> None:
+    """Raises ValueError if a reward's values are all nan (see `call_rewards`)."""
     users_names = [
         name
         for name in values_by_name

@@ -325,9 +325,7 @@ def text_after_label(sentence: str) -> str:
 
 
 def join_labels_with_next_lines(text: str) -> str:
-    """
-    The text with each label that fills a line, such as "### Answer", joined to the next line.
-    """
+    """Joins each label that is alone on its line, such as "### Answer", to the next line."""
     if not has_word_for_answer(text):
         return text
     lines: list[str] = []

@@ -53,7 +53,7 @@ _COPULA_BEHIND = re.compile(r"(?:です|でした|입니다)$")
 
 class _ReplacementTable(dict[int, str | None]):
     """
-    A table for str.translate that replaces characters as the comparison of texts requires.
+    A table for str.translate that replaces characters so that texts can be compared.
 
     The entry for a character is made when the character first occurs.
     """
@@ -113,7 +113,7 @@ def _superscript_to_caret(match: re.Match[str]) -> str:
 @functools.lru_cache(maxsize=2**8)
 def fold_for_comparison(text: str) -> str:
     """
-    The text in a simplified form, in which texts that differ only in irrelevant ways are equal.
+    Simplifies a text, so that texts which differ only in irrelevant ways become equal.
 
     The simplified text is in lower case, with its Unicode characters normalized. It has no Markdown
     and no quotation marks around it, no full stop at its end, no English article at its beginning,

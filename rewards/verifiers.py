@@ -32,8 +32,8 @@ Every rule in the section "What a completion states" of docs/data.md has a funct
 `read_text_answers`, `read_math_answers`, `read_choice_answers` and `read_json_marks_or_whole_text`
 apply the rules in order.
 
-Nothing in a completion is run as code, and each rule takes time linear in the length of the
-completion, since training rewards a model for every loophole that it finds.
+Training rewards a model for every loophole that it finds. Therefore nothing in a completion is run
+as code, and each rule takes time linear in the length of the completion.
 
 This file does not cover numbers written as words, or most denials and comparisons; docs/data.md
 lists these limits.
@@ -211,11 +211,12 @@ VERIFIERS = {  # strictest first; `auto` tries them in this order
 
 
 def is_comparable_answer(answer: Answer) -> bool:
-    """Whether an answer can be compared, because it is short, or is JSON or mathematics."""
+    """Whether a row can be compared: one of its right answers is short, JSON or mathematics."""
     return any(map(_is_comparable_text, right_answers(answer)))
 
 
 def _is_comparable_text(answer: str) -> bool:
+    """Whether a right answer can be compared, because it is short, JSON or mathematics."""
     gold = last_mark_or_whole_answer(answer)
     if not gold:
         return False

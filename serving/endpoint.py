@@ -49,7 +49,10 @@ class Endpoint:
     context = 0  # the most tokens of a conversation
 
     def __init__(self, token: str, events: "queue.SimpleQueue[Any]"):
-        """token: the secret that each request must contain. events: receives the requests."""
+        """
+        token: the secret that each request must contain.
+        events: the queue for requests and for their cancellations.
+        """
         self.token = token
         self.events = events
         self.num_requests = 0

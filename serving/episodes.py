@@ -72,7 +72,7 @@ class ServedEpisode:
     # the ids that the environment has added after each turn; those after the last turn are missing
     # until the next request arrives
     additions: list[list[int]] = dataclasses.field(default_factory=list)
-    # fewer than `turns` while the row samples its turns again after memory ran out
+    # less than the number of `turns` while the row samples its turns again after memory ran out
     num_sampled_turns: int = 0
     end_reason: str = ""  # the limit at which the row ended: "length" or "context"
     outcome: EpisodeOutcome | None = None
@@ -80,7 +80,7 @@ class ServedEpisode:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is expected of the harness."""
+        """Whether Gwen expects nothing more of the harness for this episode."""
         return self.outcome is not None or bool(self.error)
 
     @property
@@ -126,8 +126,8 @@ class ServedEpisodes:
     ):
         """
         params: the sampling settings of all turns; a request with different settings is refused.
-        context: the most tokens of a conversation. timeout: an episode fails if the harness gives
-        no sign of it for this many seconds.
+        context: the most tokens of a conversation.
+        timeout: an episode fails if the harness gives no sign of it for this many seconds.
         """
         self.harness = harness
         self.params = params
@@ -212,14 +212,18 @@ class ServedEpisodes:
                 self._end_row_of(episode)
 
     def max_tokens_of_next_turn(self, row: int) -> int | None:
-        """The limit in the request for the row's next turn."""
+        """
+        The most tokens of the row's next turn, according to the request for this turn.
+
+        Returns None if the request sets no limit.
+        """
         episode = self.wave[row]
         if episode.num_sampled_turns < len(episode.turns):
             return episode.turns[episode.num_sampled_turns].limit
         return episode.pending.request.max_tokens if episode.pending else None
 
     def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray) -> None:
-        """Sends a turn to the harness, unless the harness has received it before memory ran out."""
+        """Sends a turn to the harness, unless the harness received it before memory ran out."""
         episode = self.wave[row]
         number = episode.num_sampled_turns
         episode.num_sampled_turns += 1
@@ -257,8 +261,9 @@ class ServedEpisodes:
         """
         Removes and returns the replies that are ready, by row.
 
-        A row gets the ids that the environment has added, or "stop" if its episode is over. wait:
-        whether to wait until at least one reply is ready.
+        A row gets the ids that the environment has added, or "stop" if its episode is over.
+
+        wait: whether to wait until at least one reply is ready.
         """
         start = time.perf_counter()
         while True:
@@ -615,7 +620,10 @@ def refuse_other_conversation(episode: ServedEpisode, message: dict[str, Any]) -
             "the token ids that it reports differ from those of its requests and Gwen's replies"
         )
     if message.get("own") != own:
-        raise ValueError("it reports other positions of the model's tokens")
+        raise ValueError(
+            "the positions that it reports for the model's tokens are not those of the tokens that "
+            "Gwen sent"
+        )
     reported_logprobs = message.get("logprobs")
     if reported_logprobs is None:
         return

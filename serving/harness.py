@@ -106,9 +106,8 @@ class Harness:
         # the examples that the harness has listed, by split; None before its first message
         self.examples: dict[str, list[dict[str, Any]]] | None = None
         self.most_at_once: int | None = None  # the most episodes to ask for at the same time
-        self._policy: dict[str, Any] | None = (
-            None  # the policy about which the harness was last told
-        )
+        # the policy about which the harness was last told
+        self._policy: dict[str, Any] | None = None
         self._num_episodes = 0
         self._num_sent: Counter[tuple[str, int]] = Counter()  # messages by type and episode
         self._end_reason = ""
@@ -186,7 +185,7 @@ class Harness:
     def _write_messages(self) -> None:
         """Writes the messages that `send` queued. Runs in a thread of its own."""
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # the harness has ended, which the other thread notices
+        with contextlib.suppress(OSError):  # the harness has ended; the reading thread notices it
             while (message := self._outgoing.get()) is not None:
                 self.process.stdin.write(json.dumps(message).encode() + b"\n")
                 self.process.stdin.flush()
@@ -242,7 +241,7 @@ class Harness:
     def _notice_end_with_open_output(self) -> None:
         """
         Sets the reason of the end if the harness has ended, but has left a child that keeps its
-        output open. The other thread cannot notice this.
+        output open. The thread that reads the output cannot notice this.
         """
         status = self.process.poll()
         if status is None or self._end_reason:
@@ -299,9 +298,9 @@ _running: dict[str, Harness] = {}
 
 def get_or_start_harness(command: str) -> Harness:
     """
-    The harness with this command, which is started unless it already runs.
+    Returns the harness of this command, and starts the harness unless it already runs.
 
-    Runs and evaluations of one process share the harness, which ends with the process.
+    Runs and evaluations of one process share the harness. It ends with the process.
     """
     harness = _running.get(command)
     if harness is None or harness.has_ended:

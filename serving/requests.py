@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-# the sampling settings of a request that a run fixes for all requests, by their names in vLLM
+# the sampling settings that a request may contain only with the run's values, by their vLLM names
 FIXED_SETTINGS = ("temperature", "top_p", "top_k", "min_p")
 # the values with which vLLM switches a setting off
 OFF = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
@@ -53,7 +53,9 @@ class GenerateRequest(NamedTuple):
 
 def parse_generate_request(body: Any, session: str) -> GenerateRequest:
     """
-    Reads the JSON body of a request. session: the header `X-Session-ID`.
+    Reads the JSON body of a request.
+
+    session: the header `X-Session-ID`.
 
     Raises RefusedRequest if a field is missing or has a wrong type, or if the request asks for
     something that the endpoint cannot do.
@@ -119,8 +121,9 @@ def make_generate_reply(
     request_id: str, ids: Sequence[int], logprobs: Sequence[float], finish_reason: str
 ) -> dict[str, Any]:
     """
-    The JSON body of a reply. ids: the ids of the turn, including its end token.
+    The JSON body of a reply.
 
+    ids: the ids of the turn, including its end token.
     finish_reason: "stop" if the turn has an end token, and "length" if it was cut off.
     """
     content = [
@@ -137,7 +140,7 @@ def make_generate_reply(
 
 
 class PendingRequest:
-    """A request that waits for its reply, which a thread other than the endpoint's sends."""
+    """A request that waits for its reply. A thread other than the endpoint's sends the reply."""
 
     def __init__(self, request: GenerateRequest, number: int):
         """

@@ -76,7 +76,9 @@ def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Con
 
 def name_reward_weights(rewards: list[Any], weights: list[Any]) -> dict[str, Any] | list[Any]:
     """
-    Return a dictionary from the name of each reward function to its weight, for lists from TRL.
+    Return a dictionary from the name of each reward function to its weight.
+
+    In TRL, the weights are a list instead.
 
     rewards: the reward functions, each as FILE.py:function.
     weights: the weights in the same order.

@@ -127,7 +127,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 def settings_from_flags(
     args: argparse.Namespace, names: Iterable[str] = SETTINGS
 ) -> dict[str, Any]:
-    """Return the settings that were given as flags, out of those in `names` and `eval_data`."""
+    """Return each setting in `names`, and also `eval_data`, if it was given as a flag."""
     values = {name: getattr(args, name, None) for name in [*names, "eval_data"]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -258,7 +258,7 @@ def _read_resumed_settings(
 
 
 def _describe_recipe_values(config: Config, task: str, model: str) -> str:
-    """The file of a task's recipe and the values it sets, such as "recipes/own.yaml: --batch 8"."""
+    """A task's recipe and the values that it sets, such as "recipes/own.yaml: --batch 8"."""
     is_sft = config.objective.loss_type == "sft"
     values = config.to_flags()
     flags = []
@@ -439,7 +439,7 @@ def _advise_on_unknown_setting(key: str) -> str:
     if key in COMMAND:
         return f"it is not a setting but only a flag; give {flag_of(key)} on the command line"
     advice = hint_on_unknown_name(key, [*SETTINGS, *COMMAND], repr)
-    return advice or "train.py --help-all lists them"
+    return advice or "train.py --help-all lists all settings"
 
 
 # ---- settings as text

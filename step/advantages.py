@@ -34,7 +34,7 @@ def assign_advantages(
     """
     Copies of the samples with `advantage`, `has_signal` and `rewards_differ` set.
 
-    custom_function: a user's function that computes the advantages instead of ours.
+    custom_function: a user's function that computes the advantages in place of Gwen's own.
     """
     groups = [mark_chosen_completions(config, group) for group in group_samples(samples)]
     chosen_groups = []
@@ -87,10 +87,10 @@ def mark_chosen_completions(config: Config, group: list[Sample]) -> list[Sample]
     """
     Copies of the samples of a group, in which `is_chosen` says whether a sample is chosen.
 
-    Only chosen samples are trained on.
+    The update trains only on chosen samples.
 
-    --train-completions M chooses the M samples whose rewards have the largest variance, and never
-    one that --truncated mask excludes from the loss.
+    --train-completions M chooses the M samples whose rewards have the largest variance. It never
+    chooses a sample that --truncated mask excludes from the loss.
     """
     num_chosen = config.objective.train_completions
     if num_chosen is None:
@@ -198,12 +198,12 @@ def mark_for_update(
     Copies of all samples with `has_gradient` and `weight` set. A weight of 0 leaves a sample out.
 
     A sample has no gradient if its advantage is 0, unless `all_have_gradient` is true. A sample
-    that was not chosen never has a gradient. A sample that --truncated mask excludes counts toward
-    no average.
+    that was not chosen never has a gradient. A sample that --truncated mask excludes adds no token
+    to any average. If it is chosen, it still counts as a row in the averages over rows.
 
     Of the samples without a gradient, only one in `MEASURED_OF` is computed, and each step computes
     different ones. These samples are weighted so that they represent the tokens of all samples
-    without a gradient, and averaged statistics stay unbiased.
+    without a gradient. This keeps averaged statistics unbiased.
 
     all_have_gradient: whether the loss has a gradient even where the advantage is 0, as determined
     by `StepLoss`.

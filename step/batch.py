@@ -44,7 +44,7 @@ class SharedPrompts(NamedTuple):
 
     @classmethod
     def from_prompts(cls, prompts: list[list[int]]) -> "SharedPrompts":
-        """The distinct prompts in a list with the prompts of M rows."""
+        """Collects the distinct prompts. prompts: the prompt of each of M rows."""
         distinct = list(dict.fromkeys(map(tuple, prompts)))
         index_of = {prompt: index for index, prompt in enumerate(distinct)}
         tokens = pad_rows_to_mx_array(distinct)
@@ -52,7 +52,7 @@ class SharedPrompts(NamedTuple):
         return cls(tokens, lengths, [index_of[tuple(prompt)] for prompt in prompts])
 
     def select_rows(self, rows: list[int]) -> "SharedPrompts":
-        """Only the given rows, with the prompts that these rows need."""
+        """The shared prompts of only the given rows."""
         row_parents = [self.parents[row] for row in rows]
         remaining = sorted(set(row_parents))
         lengths = [self.lengths[parent] for parent in remaining]
@@ -87,7 +87,7 @@ class Batch(NamedTuple):
 
     # ---- the mini-batch to which this batch belongs
     mini_batch: int  # the index of the mini-batch
-    num_rows: float  # mean number of samples in the loss, per mini-batch
+    num_rows: float  # mean number of chosen samples, per mini-batch
     num_loss_tokens: float  # mean number of tokens in the loss, per mini-batch
     # mean number of tokens in statistics, per mini-batch, including the samples that
     # --train-completions leaves out
@@ -154,7 +154,9 @@ def make_batches(
 
     Only a batch of a single row or a single group may exceed the budget. Samples with weight 0 are
     left out. The groups are divided evenly among the mini-batches, and each batch belongs to one
-    mini-batch. sharing: see `plan_batches_and_sharing`.
+    mini-batch.
+
+    sharing: see `plan_batches_and_sharing`.
 
     The loss of all samples is the mean of the losses of the mini-batches. The loss of a mini-batch
     is a sum divided by the mean number of tokens per mini-batch, and not by the number of tokens in
@@ -208,8 +210,9 @@ def plan_batches_and_sharing(
     Returns whether the rows share prompts, and the rows of each batch.
 
     response_lengths: the number of response tokens of each of the N samples. A sample with length 0
-    is left out. sharing: "on", "off", or "auto", which shares prompts if this saves at least the
-    fraction LEAST_SAVED of the positions.
+    is left out.
+    sharing: "on", "off", or "auto", which shares prompts if this saves at least the fraction
+    LEAST_SAVED of the positions.
     """
     rows = np.flatnonzero(response_lengths).tolist()
     # the last token is not an input, because no further token is predicted from it
@@ -236,9 +239,11 @@ def _pack_groups_into_batches(
     """
     Packs whole groups into batches, in ascending order of each group's longest row.
 
-    A group that exceeds ROOM times the budget is split evenly. groups: for each group, the length
-    of its prompt, and its rows in ascending order of their widths. row_widths: the number of
-    positions of each row after the prompt.
+    A group that exceeds ROOM times the budget is split evenly.
+
+    groups: for each group, the length of its prompt, and its rows in ascending order of their
+    widths.
+    row_widths: the number of positions of each row after the prompt.
     """
     plan: BatchPlan = []
     num_prompts = 0  # in the last batch

@@ -51,7 +51,7 @@ class IdKeepingTemplateRenderer(DefaultRenderer):
         *,
         tools: list[Any] | None = None,
     ) -> RenderedTokens:
-        """The ids of the conversation so far, and those that the template writes after them."""
+        """The ids of the conversation so far, and the template's ids for the new messages."""
         end_id = self.get_stop_token_ids()[0]
         previous = [*previous_prompt_ids, *previous_completion_ids]
         if previous_completion_ids[-1] != end_id:
@@ -144,7 +144,7 @@ def make_context(policy: dict[str, Any]) -> ModelContext:
 
 
 def make_result(episode: Any) -> dict[str, Any]:
-    """What Gwen needs to know about an episode that has ended."""
+    """The result of an episode that has ended, in the form in which Gwen reads it."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         return {"error": f"{errors[-1].type}: {errors[-1].message}" if errors else "it failed"}

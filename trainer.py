@@ -194,7 +194,7 @@ def make_or_restore_run_and_open_dir(spec: RunSpec) -> GrpoRun | SftRun:
         if "rollout_batch_size" in spec.flags:
             # the flag may ask for more rows than the reduced number in the checkpoint
             run.batch_size.rows = run.sizes.rollout_batch_size
-    # checked only after the checkpoint was restored, because it may have reduced the batch sizes
+    # checked only now, because the restored checkpoint may have brought smaller batch sizes
     run.raise_if_memory_is_short()
     if state:
         # The caller keeps `spec`, so the checkpoint's master weights and moments would otherwise
@@ -273,8 +273,8 @@ def run_steps(
         name = type(run.learner.optimizer).__name__
         print_line_to_stderr(
             f"the optimizer was replaced by {name}; the run sets the learning rate of {name}, but "
-            f"neither config.yaml nor a resumed run will mention {name}; pass optimizer= to "
-            "Trainer.start instead"
+            f"config.yaml does not name {name}, and a resumed run would not use it; pass "
+            "optimizer= to Trainer.start instead"
         )
     first_steps: list[dict[str, Any]] = []
     try:

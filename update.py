@@ -201,7 +201,7 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
         all_batches.append(mini_batch)
         local_batches.append([batch for batch in mini_batch if batch.is_local])
 
-    # the policy changes before it trains on the later mini-batches
+    # the old log-probabilities of later mini-batches are computed now, before the policy changes
     for number in range(1, num_mini_batches):
         old_logprobs = install_weights_and_compute_logprobs(
             learner, local_batches[number], learner.trainable

@@ -46,7 +46,7 @@ def describe_settings_without_effect(
     may_replay: bool = False,
 ) -> list[str]:
     """
-    A line for each loss setting that differs from its default but does not change the training.
+    Returns a line for each loss setting that is not at its default, but has no effect on training.
 
     own_loss: the user's own loss function; None if --loss-type names one of Gwen's losses.
     may_replay: whether `Trainer.on_samples` is set. This hook may add samples of earlier steps,
@@ -68,11 +68,12 @@ def describe_settings_affecting_only_replay(
     config: Config, own_loss: grpo.LossFunction | None = None
 ) -> list[str]:
     """
-    A line with the loss settings that affect only samples of earlier steps, if there are any.
+    Returns a line that names the loss settings that affect only samples of earlier steps.
 
-    The line is for a run with `Trainer.on_samples`, which may add such samples. The importance
-    ratios of all other samples are 1 if each rollout gets one update. A second line follows if the
-    user's own loss ignores the weights that --importance-sampling-correction gives such samples.
+    If there is no such setting, the list is empty. The line is for a run with `Trainer.on_samples`,
+    which may add such samples. The importance ratios of all other samples are 1 if each rollout
+    gets one update. A second line follows if the user's own loss ignores the weights that
+    --importance-sampling-correction gives such samples.
     """
     lines_without_replay = describe_settings_without_effect(config, own_loss)
     lines_at_any_ratio = describe_settings_without_effect(config, own_loss, may_replay=True)
@@ -111,7 +112,7 @@ def _uses_sampled_logprobs(config: Config, loss: grpo.LossFunction) -> bool:
 def _describe_unused_loss_settings(
     config: Config, loss: grpo.LossFunction, are_ratios_one: bool, may_replay: bool
 ) -> Iterator[str]:
-    """A line for each setting in NEUTRAL that is set but does not change the gradient."""
+    """Yields a line for each setting in NEUTRAL that is set but does not change the gradient."""
     objective = make_objective(config)
     values = config.to_flags()
     defaults = Config.from_flags().to_flags()
@@ -140,7 +141,7 @@ def _describe_unused_loss_settings(
 
 
 def _describe_loss_with_equal_gradient(config: Config, loss: grpo.LossFunction) -> Iterator[str]:
-    """A line if the loss trains exactly like one that grpo.LOSSES lists before it."""
+    """Yields a line if the loss trains exactly like a loss that grpo.LOSSES lists before it."""
     loss_type = config.objective.loss_type
     objective = make_objective(config)
     tokens = make_varied_tokens(config, are_ratios_one=True)
@@ -159,7 +160,7 @@ def _describe_loss_with_equal_gradient(config: Config, loss: grpo.LossFunction) 
 
 
 def _describe_unused_reference(config: Config, loss: grpo.LossFunction) -> Iterator[str]:
-    """A line if --beta requires reference log-probabilities that the user's own loss ignores."""
+    """Yields a line if --beta needs reference log-probabilities that the user's loss ignores."""
     settings = config.objective
     if not settings.beta or not is_user_function(settings.loss_type):
         return
@@ -205,7 +206,7 @@ def _explain_why_ratio_is_one() -> str:
 
 def make_varied_tokens(config: Config, are_ratios_one: bool) -> grpo.Tokens:
     """
-    Made-up tokens, whose ratios are either all 1 or far apart.
+    Makes tokens for a trial, whose importance ratios are either all 1 or far apart.
 
     The tokens of a row have the same advantage, unless an environment may reward turns.
     """

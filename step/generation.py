@@ -30,7 +30,7 @@ PROMPT_END = 64
 class Player(Protocol):
     """Plays whole episodes outside of this process: a `step.player.HarnessPlayer`."""
 
-    context: int  # the most tokens of a conversation
+    context: int  # the maximum number of tokens in a conversation
 
     def encode_prompt(self, example: Example) -> list[int]: ...
 
@@ -148,7 +148,11 @@ def generate_completions(
 def with_controls_found_in_responses(
     tokenizer: Any, samples: list[Sample], eos_ids: Sequence[int]
 ) -> list[Sample]:
-    """Copies of the samples with `controls` set. eos_ids: the tokens that end a turn."""
+    """
+    Copies of the samples, whose field `controls` lists the control tokens in the response.
+
+    eos_ids: the tokens that end a turn; they are not listed.
+    """
     control_tokens = ends.control_tokens_without_ends(tokenizer, eos_ids)
     copies = []
     for sample in samples:

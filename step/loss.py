@@ -196,8 +196,8 @@ class StepLoss:
 
         logprobs_before_update (M, T): the log-probabilities under the policy before the update. For
         a replayed row, the sampler's log-probabilities are used instead. This exception does not
-        apply with --importance-sampling-correction, because the weights already contain the ratio
-        of the policy before the update to the sampler.
+        apply with --importance-sampling-correction, because the token weights that it sets already
+        contain the ratio of the policy before the update to the sampler.
         """
         is_corrected = self.objective.importance_sampling_correction != "off"
         if batch.is_replayed is None or is_corrected:

@@ -40,7 +40,7 @@ class TokenFieldUse(NamedTuple):
 
 
 def make_fixed_tokens(has_reference: bool) -> grpo.Tokens:
-    """Two rows of three tokens each. The last token of the second row is padding."""
+    """Makes two rows of three tokens each. The last token of the second row is padding."""
     logprobs = mx.array([[-0.5, -1.5, -1.0], [-2.0, -0.1, 7.0]])
     return grpo.Tokens(
         logprobs,
@@ -59,7 +59,7 @@ def make_fixed_tokens(has_reference: bool) -> grpo.Tokens:
 @functools.cache
 def make_random_tokens(seed: int, has_reference: bool, has_teacher: bool = False) -> grpo.Tokens:
     """
-    Four rows of up to six random tokens. The values at padding are 7.
+    Makes four rows of up to six random tokens. The values at padding are 7.
 
     has_teacher: whether the tokens have divergences from a teacher.
     """
@@ -106,7 +106,7 @@ def loss_gradients_by_token_field(
 def measure_token_field_uses(
     loss_function: grpo.LossFunction, trials: list[grpo.Tokens], objective: grpo.Objective
 ) -> dict[str, TokenFieldUse]:
-    """How the loss uses each field that the tokens have, by finite differences and gradients."""
+    """Measures how the loss uses each field of the tokens, with small changes and gradients."""
     uses: dict[str, TokenFieldUse] = {}
     rng = np.random.default_rng(0)
     for tokens in trials:
@@ -182,7 +182,7 @@ def has_gradient_at_zero_advantage(
     return False
 
 
-# ---- whether the loss of several rows is the sum of the losses of the rows
+# ---- whether the loss of several rows is the sum of the losses of the single rows
 
 
 def select_rows(tokens: grpo.Tokens, rows: list[int]) -> grpo.Tokens:

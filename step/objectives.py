@@ -189,7 +189,7 @@ def _raise_if_rows_do_not_add_up(
     label: str, function: grpo.LossFunction, tokens: grpo.Tokens, objective: grpo.Objective
 ) -> None:
     """
-    Raises ValueError unless the loss of several rows is the sum of the losses of the rows.
+    Raises ValueError unless the loss of several rows is the sum of the losses of the single rows.
 
     Otherwise the loss of a step would depend on how its rows are divided into micro-batches.
     """
@@ -221,7 +221,7 @@ def _raise_if_rows_do_not_add_up(
 def _describe_dependence_on_number_of_rows(
     function: grpo.LossFunction, tokens: grpo.Tokens, objective: grpo.Objective
 ) -> str:
-    """A line if the loss of a step changes when each of its rows occurs twice; "" if not."""
+    """Returns a line if the loss changes when every row of a step occurs twice; "" if not."""
     once = function(tokens, objective).value.item()
     twice = function(loss_trial.repeat_rows(tokens), objective).value.item()
     if abs(twice - once) <= 1e-4 * max(abs(once), abs(twice)):
@@ -237,7 +237,9 @@ def _raise_if_sum_of_rows_does_not_add_up(
     label: str, name: str, rows: str, loss: grpo.Loss, row_losses: list[grpo.Loss]
 ) -> None:
     """
-    Raises ValueError unless a sum for several rows is the sum, or the maximum, of the rows' sums.
+    Raises ValueError unless the loss's statistic `name` for several rows fits the single rows.
+
+    It must be the sum of the values for the single rows, or their maximum if `name` ends in `_max`.
     """
     values = mx.array([row_loss.sums[name] for row_loss in row_losses if name in row_loss.sums])
     if name.endswith("_max"):
@@ -308,14 +310,15 @@ def _try_advantage(spec: str, function: AdvantageFunction, group_size: int) -> t
 
     group_size: the number of completions per prompt in the run.
     """
-    # groups with a high, a low and a negative mean, as a function may choose groups by their mean
+    # the groups have a high, a low and a negative mean, because a function may select groups by
+    # their mean
     small_trial = function(np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5]]))
     other_trials = [function(np.array([[0.0, 0.1, 0.0], [low, low, 0.0]])) for low in (0.2, -1.0)]
     if all(np.isnan(trial).all() for trial in (small_trial, *other_trials)):
         raise ValueError(
-            f"--advantage {spec} leaves out every completion of made-up rewards from -1 to 1, "
-            "because is_trained is False for all of them; set it to True for the completions to "
-            "train on"
+            f"--advantage {spec} leaves out every completion in a trial with made-up rewards from "
+            "-1 to 1, because is_trained is False for all of them; set it to True for the "
+            "completions to train on"
         )
     num_completions = max(group_size, 3)
     advantages = function(np.linspace(0.0, 1.0, num_completions)[None])

@@ -22,7 +22,7 @@ from machine.output import restore_streams_after_call
 from prompts.examples import shorten_value
 from rewards.functions import describe_error_in_function, file_and_line_suffix, load_function
 
-# A function from the learning rate to a new optimizer with this learning rate.
+# A function that takes the learning rate and returns a new optimizer with this learning rate.
 OptimizerFunction = Callable[[float], optim.Optimizer]
 
 
@@ -154,8 +154,9 @@ def _refuse_other_learning_rate(label: str, optimizer: optim.Optimizer, rate: fl
     if abs(own_rate - rate) > 1e-6 * abs(rate):
         raise ValueError(
             f"{label} has the learning rate {own_rate:g}, but the run has --learning-rate "
-            f"{rate:g} and would overwrite it; {advice}, and set --learning-rate {own_rate:g}; for "
-            "another rate for some weights, let a subclass scale their gradients or updates"
+            f"{rate:g} and would overwrite it; {advice}, and set --learning-rate {own_rate:g}; to "
+            "give some weights another rate, let a subclass of the optimizer scale their gradients "
+            "or updates"
         )
 
 

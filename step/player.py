@@ -165,7 +165,7 @@ class HarnessPlayer:
         stats = sampler.RolloutStats(0.0, 0.0, 0)
         try:
             for sample, episode in zip(samples, episodes.episodes, strict=True):
-                self._ask_for_episode(sample, episode, params, seed)
+                self._ask_for_episode(sample, episode.number, params, seed)
             while wave := episodes.gather_wave():
                 prompts = [episode.prompt for episode in wave]
                 rollout = sampler.rollout(
@@ -190,14 +190,14 @@ class HarnessPlayer:
         return episodes.episodes, fields, stats._replace(wait_s=episodes.wait_s)
 
     def _ask_for_episode(
-        self, sample: Sample, episode: ServedEpisode, params: sampler.SamplingParams, seed: str
+        self, sample: Sample, episode_number: int, params: sampler.SamplingParams, seed: str
     ) -> None:
-        """Asks the harness to play an episode of the sample's example."""
+        """Sends the harness a request to play an episode of the sample's example."""
         assert isinstance(params.max_tokens, int)
         self.harness.send(
             {
                 "type": "play",
-                "episode": episode.number,
+                "episode": episode_number,
                 "split": sample.example["split"],
                 "example": sample.example["number"],
                 "seed": f"{seed} {sample.group}",

@@ -125,7 +125,7 @@ def sample_from_conversation(
 
 
 def group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples, divided into groups. The groups are in the order of their first samples."""
+    """Divides the samples into groups, which are in the order of their first samples."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)

@@ -148,7 +148,7 @@ class Teacher:
         The prompts with the extra prompt are longer, so they are put into batches of their own.
         """
         rows = [samples[row] for row in batch.rows]
-        # a replayed sample may have the number of a group with another prompt
+        # a replayed sample may have the same group number as samples with another prompt
         keys = [(sample.group, tuple(sample.prompt)) for sample in rows]
         examples = {key: sample.example for key, sample in zip(keys, rows, strict=True)}
         prompts = self.encode_teacher_prompts(examples.values())

@@ -1,9 +1,9 @@
 """
-Tasks, which combine prompts, verifiable rewards, rubrics and held-out problems.
+Makes the task of a run, which combines prompts, rewards, a rubric and held-out problems.
 
-Each task has its own file. `make_task` replaces the data, reward functions, rubric and tools of a
-task with the user's. A user's mistake raises a ValueError with one line, which names the wrong
-value and says how to correct it. This file uses no model, and does not cover how data is read
+Each built-in task has its own file. `make_task` replaces the data, reward functions, rubric and
+tools of a task with the user's. A user's mistake raises a ValueError with one line, which names the
+wrong value and says how to correct it. This file uses no model, and does not cover how data is read
 (prompts/data.py) or how reward functions are called (rewards/rewards.py).
 """
 
@@ -535,7 +535,8 @@ def _with_tools_environments_and_rewards(task: Task, config: Config) -> Task:
     task = task._replace(tools=tools, environments=environments)
     if config.tools.env:
         if not task.held_out:
-            # a prompt may be trained and held out, because the environment decides the problem
+            # a prompt may be both trained on and held out, because the environment decides the
+            # problem
             num_held_out = _import_task_module("guess").NUM_HELD_OUT
             task = task._replace(held_out=pick_evenly_spaced(task.train, num_held_out))
         if not config.data.reward and not config.data.rubric:
@@ -584,8 +585,8 @@ def _raise_if_environments_do_not_fit(task: Task, config: Config) -> None:
         )
     if task.environments and not task.rewards and not task.rubric:
         raise ValueError(
-            f"--env {config.tools.env} has no method get_reward, and --reward is not given; "
-            "add one of the two"
+            f"no environment in --env {config.tools.env} has a method get_reward, and --reward is "
+            "not given; add one of the two"
         )
     for kind in filter(calls.rewards_each_turn, task.environments.values()):
         if not callable(getattr(kind, "get_reward", None)):

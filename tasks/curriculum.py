@@ -85,7 +85,7 @@ def draw_checked_prompts(
 
 
 def describe_unusual_prompt_count(num_prompts: int, batch: int, step: int) -> str:
-    """A line if the number of prompts that a step draws is not --batch; "" otherwise."""
+    """Returns a line if the number of prompts drawn for a step differs from --batch, else ""."""
     if num_prompts == batch:
         return ""
     return (

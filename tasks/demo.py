@@ -81,7 +81,7 @@ def number_pairs_of_side(held_out: bool) -> list[tuple[int, int]]:
 
 
 def choose_problems_mostly_with_carry(held_out: bool, num: int) -> list[Example]:
-    """`num` different problems, the same in every run. Two thirds of them have a carry."""
+    """Chooses `num` different problems, the same in every run. Two thirds have a carry."""
     problems = [
         make_problem(a, b, wording_index)
         for a, b in number_pairs_of_side(held_out)
@@ -125,7 +125,7 @@ def correct(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
 ) -> list[float]:
     """
-    1 for a completion that states the right answer and nothing false, else 0.
+    Returns 1 for each completion that states the right answer and nothing false, else 0.
 
     The last number in the completion must be the right answer. If there are other numbers, they
     must be exactly the numbers in the problem, and the words between the numbers must state the

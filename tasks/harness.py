@@ -24,7 +24,7 @@ def load_harness_task(task: Task, command: str, timeout: float) -> Task:
     """
     Starts the harness with `command`, and returns a task that holds the harness and its examples.
 
-    timeout: the most seconds that the harness may take to list its examples.
+    timeout: the number of seconds within which the harness must list its examples.
 
     Raises ValueError if the harness does not start, or lists no examples to train on.
     """
@@ -48,7 +48,11 @@ def load_harness_task(task: Task, command: str, timeout: float) -> Task:
 
 
 def receive_examples(harness: Harness, timeout: float) -> dict[str, list[Example]]:
-    """Waits for the first message of a harness, and returns its examples by split."""
+    """
+    Waits for the first message of a harness, and returns the examples in this message by split.
+
+    Also sets `harness.most_at_once` to the limit in the message, if there is one.
+    """
     waited_s = 0.0
     message = None
     while message is None:
@@ -56,8 +60,8 @@ def receive_examples(harness: Harness, timeout: float) -> dict[str, list[Example
         waited_s += POLL_SECONDS
         if message is None and waited_s > timeout:
             raise HarnessEnded(
-                f"--env-server {harness.command}: it listed no examples within {timeout:g} s "
-                f"(--env-timeout); its output is in {harness.log}"
+                f"--env-server {harness.command}: the harness listed no examples within "
+                f"{timeout:g} s (--env-timeout); its output is in {harness.log}"
             )
     if not isinstance(message, dict) or message["type"] != "ready":
         harness.refuse_message(
@@ -112,7 +116,7 @@ def read_columns(row: Any) -> Example:
 
 
 def make_harness_reward() -> UserReward:
-    """The reward that the harness has computed. It also logs the harness's metrics."""
+    """Makes the reward function that returns the harness's rewards and logs its metrics."""
 
     def environment(
         environments: list[Any], earned: list[tuple[str, Any]], log_metric: Callable[..., None]

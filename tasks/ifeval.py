@@ -220,7 +220,7 @@ class InstructionProblems:
 
 
 def make_instruction_checker() -> Callable[[Question], float]:
-    """Makes the function of a worker that returns the fraction of instructions followed."""
+    """Makes a worker's function, which returns the fraction of instructions followed."""
     spec = importlib.util.find_spec("if_verifiable")
     assert spec is not None and spec.submodule_search_locations is not None
     # an empty module in place of the package, whose __init__ would download 120 MB of prompts

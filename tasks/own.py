@@ -130,9 +130,9 @@ def _note_prose_and_alternatives(rows: list[Example], include_prose: bool) -> li
 
 def note_unread_columns(task: Task, columns_flag: str, teacher_prompt: str = "") -> list[str]:
     """
-    A line that lists the text columns that no prompt, reward, environment or template reads.
+    Returns one line on the text columns that no prompt, reward, environment or template reads.
 
-    The returned list is empty if every text column is read.
+    The list is empty if every text column is read.
 
     columns_flag: the value of --columns.
     teacher_prompt: the template in the file --teacher-prompt, which may name columns.

@@ -56,7 +56,7 @@ def load_conversations_and_task(
 
 
 def _pop_problem_of_each_conversation(conversations: list[Example]) -> list[Example | None]:
-    """Removes the problem from each conversation. Returns the problems with the same columns."""
+    """Removes and returns each conversation's problem. All problems get the same columns."""
     problems: list[Example | None] = [
         conversation.pop(chats.PROBLEM) for conversation in conversations
     ]
@@ -107,7 +107,7 @@ def _make_task(
 def _describe_held_out_problems(
     task: Task, held_out_problems: Sequence[Example | None], num_answered: int
 ) -> list[str]:
-    """A line on the number of prompts that are answered and left out, and on the reward."""
+    """Returns a line on how many prompts are answered or left out, and on the reward."""
     line = f"evaluations: {num_answered} held-out prompts are answered"
     num_with_tools = len(held_out_problems) - len(task.held_out)
     if num_with_tools:

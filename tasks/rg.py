@@ -106,7 +106,11 @@ def _is_close_probability(answer: str, entry: dict[str, Any]) -> bool:
 
 
 def _is_same_word(answer: str, entry: dict[str, Any]) -> bool:
-    """Whether an answer is the right word; the scorer compares only whether the texts are empty."""
+    """
+    Whether an answer is the right word, apart from upper and lower case.
+
+    The scorer of reasoning-gym compares only whether the texts are empty.
+    """
     return answer.lower() == str(entry["answer"]).lower()
 
 
@@ -123,7 +127,9 @@ def _has_known_variables(answer: str, entry: dict[str, Any]) -> bool:
 
 def _uses_given_numbers(answer: str, entry: dict[str, Any]) -> bool:
     """
-    Whether an answer uses the given numbers; the scorer accepts any four numbers that make 24.
+    Whether an answer uses the given numbers.
+
+    The scorer of reasoning-gym accepts any four numbers that make 24.
     """
     numbers = sorted(map(int, re.findall(r"\d+", answer)))
     return numbers == sorted(entry["metadata"]["numbers"])
@@ -350,7 +356,7 @@ def make_problem_maker(
     settings_by_data_set: dict[str, dict[str, Any]], unused_data_sets: Sequence[str] = ()
 ) -> Callable[[tuple[str, int]], tuple[str, Any, str]]:
     """
-    Makes the function of a worker that returns the prompt, the answer and the entry of a problem.
+    Makes a worker's function, which returns the prompt, the answer and the entry of a problem.
 
     The question to the worker is the name of a data set and the number of a problem. The entry is
     packed as JSON.
@@ -394,7 +400,7 @@ def make_answer_scorer(
     settings_by_data_set: dict[str, dict[str, Any]],
 ) -> Callable[[tuple[str, str, str]], float]:
     """
-    Makes the function of a sealed worker that returns the score of an answer.
+    Makes a sealed worker's function, which returns the score of an answer.
 
     The question to the worker is the name of a data set, a packed entry and the answer.
     """

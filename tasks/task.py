@@ -53,7 +53,7 @@ class Task(NamedTuple):
 
     @property
     def has_episodes(self) -> bool:
-        """Whether the model's answers are episodes in an environment."""
+        """Whether the model acts in environments, which are the task's own or a harness's."""
         return bool(self.environments) or self.harness is not None
 
     @property

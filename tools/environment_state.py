@@ -101,7 +101,11 @@ def record_or_restore_first_states(environments: Mapping[str, type]) -> None:
 
 
 def describe_unsaved_class_attributes(environments: Mapping[str, type]) -> dict[str, str]:
-    """The values, as text, of all class attributes of environments without `get_state`, by name."""
+    """
+    Returns the value, as text, of each class attribute of the environments without `get_state`.
+
+    The keys have the form CLASS.ATTRIBUTE.
+    """
     values: dict[str, str] = {}
     for environment_class in environments.values():
         if has_state_methods_or_raise(environment_class):
@@ -115,7 +119,7 @@ def describe_unsaved_class_attributes(environments: Mapping[str, type]) -> dict[
 
 def warning_of_lost_state(before: dict[str, str], after: dict[str, str]) -> str:
     """
-    A warning about class attributes that have changed during a run; "" if there are none.
+    A warning that names the class attributes that changed during a run; "" if none changed.
 
     before, after: results of `describe_unsaved_class_attributes`.
     """

@@ -248,12 +248,12 @@ class Episodes:
         self.ready = {row: answer for row, answer in self.ready.items() if row not in rows}
 
     def max_tokens_of_next_turn(self, row: int) -> None:
-        """Turns have no limit of their own."""
+        """Returns None, because turns have no limit of their own."""
 
     def receive_unfinished_turn(
         self, row: int, ids: list[int], logprobs: np.ndarray, reason: str
     ) -> None:
-        """A row that has reached a limit needs no reply."""
+        """Does nothing, because a row that has reached a limit needs no reply."""
 
     def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray | None = None) -> None:
         """
@@ -415,7 +415,7 @@ class Episodes:
     # ---- results
 
     def collect_episode_rewards(self) -> None:
-        """Sets each reward to the value of `get_reward`, or to the sum of the turns' rewards."""
+        """Sets each episode's reward to the value of `get_reward` or the sum of turn rewards."""
         for episode in self.episodes:
             if episode.has_turn_rewards:
                 episode.reward = sum(episode.turn_rewards)

@@ -72,7 +72,7 @@ class ModelSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataSettings:
+class DataAndRewardSettings:
     """Prompts and rewards"""
 
     used_by = "rollouts"
@@ -529,7 +529,7 @@ class Config:
     """
 
     model: ModelSettings
-    data: DataSettings
+    data: DataAndRewardSettings
     sampling: SamplingSettings
     tools: ToolSettings
     objective: ObjectiveSettings
@@ -584,7 +584,7 @@ class Config:
         return not self.judge.url and self.judge.model in ("", self.model.name)
 
     @property
-    def compares_within_groups(self) -> bool:
+    def compares_rewards_within_groups(self) -> bool:
         """Whether training compares the rewards in a group. If not, rewards are only reported."""
         return self.objective.loss_type != "distill" and self.sampling.groups > 1
 

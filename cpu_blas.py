@@ -134,7 +134,7 @@ def _set_up_and_describe_blas() -> str:
         return "the platform's"
     try:
         if "mlx.core" in sys.modules:  # MLX is already bound to its own BLAS
-            raise OSError("mlx was imported before gwen")
+            raise OSError("import Gwen's modules, such as train, before mlx")
         _keep_freed_memory()
         # OpenBLAS uses a single thread, because its threads spin while they wait. On two cores, of
         # which another process used one, a second thread made a decode step of the demo model 80

@@ -256,7 +256,7 @@ def connect_served_policy(args: Namespace, config: Config, task: tasks.Task) -> 
             "--url does not say which tokenizer the server uses; add --model with the server's "
             "model, or --run with the run that trained this model"
         )
-    if task.tools or task.has_episodes:
+    if task.tools or task.has_environments_or_harness:
         raise ValueError(
             "--url does not support tools, but this task has tools; leave out --url to evaluate "
             "the task on this machine"

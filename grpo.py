@@ -15,6 +15,7 @@ T completion positions, K rewards or turns.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 

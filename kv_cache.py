@@ -19,6 +19,7 @@ shared part, G query rows that read each of these R rows.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 

@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.compare:
             wrapping.print_wrapped(format_run_comparison(args.runs, width))
             return
-        write_page_and_print_differences_and_path(args.runs, args.out, opens=args.open)
+        write_page_and_print_figure_differences(args.runs, args.out, opens=args.open)
     except DAMAGE as error:
         exit_with_error(f"{' or '.join(args.runs)} is damaged ({format_error(error)})")
 
@@ -248,7 +248,7 @@ def write_or_print_csv(paths: list[str], out: Path | None) -> None:
     print(out)
 
 
-def write_page_and_print_differences_and_path(
+def write_page_and_print_figure_differences(
     runs: list[str], out: Path | None, *, opens: bool
 ) -> None:
     """

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 from mlx.utils import tree_flatten
 
@@ -248,7 +249,7 @@ class Run:
         if reason and not self.config.optimizer.over_memory:
             raise ValueError(f"{reason}; to train anyway, use --over-memory")
 
-    def open_logs_and_record_inputs(self) -> None:
+    def open_logs_and_save_inputs_for_resume(self) -> None:
         """Opens the logs, and copies the adapter of --init-adapter into the run directory."""
         own_copy = self.dir / START
         if world.is_first() and self.config.model.init_adapter and not own_copy.is_dir():
@@ -656,8 +657,8 @@ class GrpoRun(Run):
         bar = alive.Bar(examples, desc=f"{kind}s")
         return params.encode_prompts(self.tokenizer, context, bar, kind)
 
-    def open_logs_and_record_inputs(self) -> None:
-        super().open_logs_and_record_inputs()
+    def open_logs_and_save_inputs_for_resume(self) -> None:
+        super().open_logs_and_save_inputs_for_resume()
         if world.is_first() and self.config.data.path:
             tasks.record_held_out_keys_once(self.dir, self.task.held_out)
         self._connect_graders_to_journal()
@@ -939,8 +940,8 @@ class SftRun(Run):
                 samples.append(sample_from_conversation(*row, group))
         return samples
 
-    def open_logs_and_record_inputs(self) -> None:
-        super().open_logs_and_record_inputs()
+    def open_logs_and_save_inputs_for_resume(self) -> None:
+        super().open_logs_and_save_inputs_for_resume()
         if world.is_first():
             tasks.record_held_out_keys_once(self.dir, self.all_held_out)
 

@@ -346,7 +346,7 @@ class DecodeState:
         num_over = int(self.ended.sum())
         if self.episodes:
             num_over = sum(map(bool, self.reasons))
-        self.progress.show_progress(num_over, self.lengths.sum(), "tok")
+        self.progress.set_count_and_show_speed(num_over, self.lengths.sum(), "tok")
 
     def uniforms_for_all_tokens(self, rows: Sequence[int]) -> np.ndarray:
         """The random numbers for all tokens of these rows, (len(rows), tokens, 4)."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.optimizers as optim
 
 import gwen
@@ -206,7 +207,7 @@ def make_or_restore_run_and_open_dir(spec: RunSpec) -> GrpoRun | SftRun:
     # leaves no directory behind.
     run.dir = Path(world.compute_on_rank0(lambda: create_or_update_run_dir(run, spec)))
     run.holds_lock = True  # the lock is kept until the training loop ends
-    run.open_logs_and_record_inputs()
+    run.open_logs_and_save_inputs_for_resume()
     only_here = functions.explain_why_no_other_program_can_resume(run.config.to_flags())
     if only_here:
         print_line(only_here)

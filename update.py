@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim

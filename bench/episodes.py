@@ -139,7 +139,7 @@ def play_outside(
     episodes.cancel_episodes_and_refuse_requests()
     errors = [episode.error for episode in episodes.episodes if episode.error]
     assert not errors, errors[0]
-    return [episode.ids[len(episode.prompt) :] for episode in episodes.episodes]
+    return [episode.conversation_ids[len(episode.prompt) :] for episode in episodes.episodes]
 
 
 def time_and_print_inside_and_outside(args: argparse.Namespace) -> None:

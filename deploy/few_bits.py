@@ -15,6 +15,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import cpu_blas  # noqa: F401  (before mlx)
 from mlx.utils import tree_flatten
 
 import gwen

@@ -20,6 +20,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 from disk import hub
@@ -356,7 +357,7 @@ def write_peft_adapter(adapter: LoraAdapter, directory: Path) -> None:
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def fuse_adapter_weights(adapter_tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+def fuse_lora_matrices(adapter_tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     """
     Return the matrices of a "lora" adapter by the names of Gwen's fused parameters.
 

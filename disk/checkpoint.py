@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
@@ -228,7 +229,7 @@ def _read_checkpoint(path: Path) -> TrainingState:
     for name, array in arrays.items():
         group, _, key = name.partition("/")
         groups[group][key] = array
-    trainable = groups["trainable"] or adapters.fuse_adapter_weights(adapter)
+    trainable = groups["trainable"] or adapters.fuse_lora_matrices(adapter)
     return TrainingState(step, trainable, groups["optimizer"], record["extra"])
 
 

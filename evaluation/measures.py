@@ -34,7 +34,7 @@ from step.scoring import assign_rewards, compute_rewards, judge_samples
 REFERENCE_TOKENS = 2048  # the number of token positions in one batch of the reference model
 
 
-def assign_rewards_and_grades(
+def assign_rewards_and_verify(
     task: tasks.Task, grader: Grader | None, samples: list[Sample]
 ) -> tuple[list[Sample], np.ndarray, LoggedValues]:
     """

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
@@ -28,7 +29,7 @@ import tasks
 from config import Config
 from disk import run_files, statistics
 from evaluation.measures import (
-    assign_rewards_and_grades,
+    assign_rewards_and_verify,
     compute_figures_per_problem,
     mean_kl_to_reference,
     mean_over_samples,
@@ -161,7 +162,7 @@ def evaluate_task(
             "with --data HELD_OUT.jsonl"
         )
     for name, reward in task.rewards.items():
-        arguments = reward_argument_names(problems, task.has_episodes)
+        arguments = reward_argument_names(problems, task.has_environments_or_harness)
         select_argument_names(name, reward, arguments)
 
     sampled, greedy = answer(problems, params)
@@ -201,11 +202,11 @@ def grade_and_measure_answers(
     witness: Grader | None,
 ) -> GradedAnswers:
     """Rewards, verifies and judges the answers, and measures their lengths and repetition."""
-    sampled, values, logged = assign_rewards_and_grades(task, grader, sampled)
+    sampled, values, logged = assign_rewards_and_verify(task, grader, sampled)
     if task.verifier:  # skip the rewards, because the verifier alone gives the values
-        _, greedy_values, _ = assign_rewards_and_grades(task._replace(rewards={}), None, greedy)
+        _, greedy_values, _ = assign_rewards_and_verify(task._replace(rewards={}), None, greedy)
     else:
-        _, greedy_values, _ = assign_rewards_and_grades(task, grader, greedy)
+        _, greedy_values, _ = assign_rewards_and_verify(task, grader, greedy)
 
     columns: dict[str, np.ndarray] = {}
     for name in sampled[0].reward_components:

@@ -91,7 +91,7 @@ class ServedPolicy:
 
     def sample_with_reply(self, sample: Sample, reply: ChatReplyOrProblem) -> Sample:
         """Returns a copy of a sample with the text and token ids of the server's reply."""
-        text = self.thought_prefix_in_tags(sample, reply) + reply.text.strip()
+        text = self.thought_in_think_tags(sample, reply) + reply.text.strip()
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if reply.finish_reason == "stop":
             ids += self.facts.eos_ids[:1]
@@ -102,7 +102,7 @@ class ServedPolicy:
             text=text,
         )
 
-    def thought_prefix_in_tags(self, sample: Sample, reply: ChatReplyOrProblem) -> str:
+    def thought_in_think_tags(self, sample: Sample, reply: ChatReplyOrProblem) -> str:
         """Returns the model's thought inside <think> tags, or "" if the reply has no thought."""
         if reply.thought:
             opened = f"<think>\n{reply.thought}\n"

@@ -20,6 +20,7 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
@@ -101,7 +102,7 @@ class RunDemand(NamedTuple):
         return sorted(self.prompt_lengths)[-self.config.sampling.batch :]
 
     @property
-    def max_response_tokens(self) -> int:
+    def max_tokens_after_prompt(self) -> int:
         """The maximum number of tokens after a prompt."""
         return self.response_length or self.config.sampling.max_tokens
 
@@ -128,7 +129,7 @@ class RunDemand(NamedTuple):
         The number is 1 if the run trains on given replies, because their tokens count as prompt
         tokens.
         """
-        return 1 if self.is_sft else self.max_response_tokens
+        return 1 if self.is_sft else self.max_tokens_after_prompt
 
     @property
     def judge_config(self) -> hub.ModelConfig | None:
@@ -314,7 +315,7 @@ def bytes_added_by_judging(demand: RunDemand) -> int:
     longest_criterion = max((criterion.text for criterion in criteria), key=len)
     preamble_tokens = TEMPLATE_TOKENS + len(preamble) // TOKEN_CHARACTERS
     criterion_tokens = TEMPLATE_TOKENS + len(longest_criterion) // TOKEN_CHARACTERS
-    answer_tokens = demand.max_response_tokens
+    answer_tokens = demand.max_tokens_after_prompt
 
     rows = settings.chunk_size
     num_answers = max(rows // len(criteria), 1)
@@ -595,7 +596,7 @@ def format_memory_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
     )
 
     if not demand.config.model.lora_rank:
-        disk_bytes = max_full_checkpoint_disk_bytes(demand, need)
+        disk_bytes = max_disk_bytes_of_checkpoints(demand, need)
         line += f"; checkpoints need up to {disk_bytes / 1e9:.1f} GB of disk space"
     if need.peak_bytes > room:
         line += f"; {TOO_LARGE}: {suggest_memory_remedy(need, room)}"
@@ -607,7 +608,7 @@ def format_gigabytes(sizes: dict[str, int]) -> list[str]:
     return [f"{size / 1e9:.2f} {name}" for name, size in sizes.items() if size]
 
 
-def max_full_checkpoint_disk_bytes(demand: RunDemand, need: MemoryNeed) -> int:
+def max_disk_bytes_of_checkpoints(demand: RunDemand, need: MemoryNeed) -> int:
     """Return the maximum disk space for the checkpoints of a run that trains all weights."""
     weights = need.resident["weights"]
     masters = 4 * count_parameters(demand.model).weights

@@ -8,6 +8,7 @@ machine.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 from disk import hub

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 import gwen

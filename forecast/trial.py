@@ -338,7 +338,7 @@ class TrialFigures(NamedTuple):
         )
 
     @property
-    def max_fraction_ci95_half_width(self) -> float:
+    def widest_ci95_half_width(self) -> float:
         """Half the width of the 95% interval of `signals` or `truncated`, whichever is wider."""
         # In a few groups, a measured fraction of 0 does not mean that the true fraction is 0. So
         # the interval is computed as if there were two more groups, one of which had shown the
@@ -395,7 +395,7 @@ def advise_if_long_run_has_no_signal(
 
     evaluation_s: the number of seconds that an evaluation takes.
     """
-    if not config.compares_within_groups:
+    if not config.compares_rewards_within_groups:
         return ""
     seconds = [step["step/s"] for step in first_steps]
     passed_time = sum(seconds[:-1]) <= TRY_SECONDS < sum(seconds)
@@ -441,14 +441,14 @@ def trial_report_lines(
 
     if changes:
         advice = f"{CHANGE}{'; '.join(changes)}"
-    elif config.compares_within_groups:
+    elif config.compares_rewards_within_groups:
         advice = (
             f"go: the rewards differ in {figures.signals:.0%} of the groups, and "
             f"{FEW_SIGNALS:.0%} are enough, even if the mean reward is low"
         )
     else:
         advice = "go"
-    if config.compares_within_groups and verified and "warm start" not in advice:
+    if config.compares_rewards_within_groups and verified and "warm start" not in advice:
         is_any_right = any(value > 0 for value in verified)
         if not is_any_right:
             advice += NONE_RIGHT
@@ -473,7 +473,7 @@ def format_trial_figures(
     """Yield the lines with the figures of a trial."""
     yield (
         f"the following percentages were measured in {figures.num_groups} groups before training, "
-        f"with an error of up to {figures.max_fraction_ci95_half_width:.0%}; they will change "
+        f"with an error of up to {figures.widest_ci95_half_width:.0%}; they will change "
         "during training"
     )
     steps_text = "1 step" if num_steps == 1 else f"{num_steps} steps"
@@ -519,10 +519,10 @@ def suggest_changes(
             f"{figures.unparsed:.0%} of the judge's scores cannot be read: "
             "use another --judge-model (docs/judge.md)"
         )
-    if config.compares_within_groups and figures.signals < FEW_SIGNALS:
+    if config.compares_rewards_within_groups and figures.signals < FEW_SIGNALS:
         closed_gate = ""
         if is_gated:
-            closed_gate = explain_closed_gate(answers, gate_keeps_right_answers)
+            closed_gate = explain_form_gate_failures(answers, gate_keeps_right_answers)
         if closed_gate:
             changes.append(closed_gate)
         elif figures.highest == figures.lowest:
@@ -557,7 +557,9 @@ def suggest_changes(
     return changes
 
 
-def explain_closed_gate(answers: list[dict[str, Any]], gate_keeps_right_answers: bool) -> str:
+def explain_form_gate_failures(
+    answers: list[dict[str, Any]], gate_keeps_right_answers: bool
+) -> str:
     """
     Explain why --reward-gate form removes the rewards of answers.
 

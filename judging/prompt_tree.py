@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 from tqdm.auto import tqdm
 

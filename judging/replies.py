@@ -416,7 +416,7 @@ def opening_scores(text: str, was_cut: bool) -> Scores:
     return [value.score]
 
 
-def candidate_scores_after_any_name(text: str) -> Scores:
+def scores_after_any_name(text: str) -> Scores:
     """Rule: the score is the number after a name and a colon or "=", as in "Scrutiny = 4"."""
     scores: Scores = []
     for line in NAMED_NUMBER.finditer(text):
@@ -482,7 +482,7 @@ def read_score(reply: str, was_cut: bool = False) -> int | None:
     ]
     if not was_cut:
         rules += [
-            lambda: candidate_scores_after_any_name(unscaled),
+            lambda: scores_after_any_name(unscaled),
             lambda: scores_in_verdicts(unscaled),
             lambda: scores_of_only_number(unscaled),
         ]

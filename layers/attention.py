@@ -14,6 +14,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 from kv_cache import AttentionMasks, KeysAndValues, Mask, Parts, QueryRowsReadingCachePart

@@ -16,6 +16,7 @@ Axes: N rows, L positions, H value heads, K key heads, E key dimensions, D value
 channels of the convolution, W positions in the convolution's window, T tokens in a chunk.
 """
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 from layers import ops

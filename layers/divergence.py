@@ -14,6 +14,7 @@ dimensions of the student, D hidden dimensions of the teacher.
 
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 from layers import lm_head

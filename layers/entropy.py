@@ -11,6 +11,7 @@ vocabulary entries.
 
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 from layers import lm_head, softmax

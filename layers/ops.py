@@ -15,6 +15,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 

@@ -13,6 +13,7 @@ queries, S keys, D dimensions per head.
 import functools
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
@@ -55,7 +56,7 @@ def measure_product_error(weight: mx.array, num_rows: int) -> float:
     return worst
 
 
-def make_random_attention_inputs(
+def make_attention_inputs_with_large_keys(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -90,7 +91,7 @@ def largest_relative_attention_error(
     worst = 0.0
     num_keys = 160
     for length in (1, 128):
-        queries, keys, values = make_random_attention_inputs(
+        queries, keys, values = make_attention_inputs_with_large_keys(
             num_heads, num_kv_heads, head_dim, dtype, length, num_keys
         )
         wide_queries = queries.astype(mx.float32)

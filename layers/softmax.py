@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 from machine import cpu, kernels

@@ -7,6 +7,7 @@ L new positions, W columns of a row and all its ancestors together, D dimensions
 
 from collections.abc import Sequence
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 from kv_cache import (

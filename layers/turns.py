@@ -8,6 +8,7 @@ without turns. The slots' cache is in kv_cache.py, and the replies come from too
 
 from typing import Protocol
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
@@ -144,7 +145,7 @@ class TurnScheduler:
             if self.is_sampling:
                 self.decoder.queue_step()
             self.decoder.read_all_but_newest(num_newest=1 if self.is_sampling else 0)
-            self._end_turns_and_store_net_states()
+            self._end_turns_and_store_delta_states()
             self._collect_replies()
             self._reuse_or_drop_slots_of_complete_rows()
             self._prefill_replies()
@@ -168,7 +169,7 @@ class TurnScheduler:
 
     # ---- turns
 
-    def _end_turns_and_store_net_states(self) -> None:
+    def _end_turns_and_store_delta_states(self) -> None:
         """Ends turns, and stores the states of the gated delta nets at the end of each turn."""
         state = self.state
         for slot, row in enumerate(self.row_of_slot):

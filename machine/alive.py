@@ -88,7 +88,7 @@ class Bar(tqdm):
         self.n += n or 0
         return None
 
-    def show_progress(self, num_done: int, amount: float, amount_unit: str) -> None:
+    def set_count_and_show_speed(self, num_done: int, amount: float, amount_unit: str) -> None:
         """
         Sets the bar's count to `num_done`, and shows a speed.
 

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 

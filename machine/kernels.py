@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 

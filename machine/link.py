@@ -30,6 +30,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 

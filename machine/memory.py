@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 from machine import gpu

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 PACKAGES = ("mlx", "mlx-lm", "transformers", "datasets", "numpy")

@@ -131,7 +131,7 @@ def notes_on_answers(examples: list[Example]) -> Iterator[str]:
     occur with different answers.
     """
     answers = [example.get("answer") for example in examples]
-    objects = list(filter(_is_json_text_with_alternatives, answers))
+    objects = list(filter(_is_json_object_with_alternatives, answers))
     if objects:
         yield (
             f"data: {len(objects)} answers are objects such as {shorten_value(objects[0])}, and "
@@ -187,7 +187,7 @@ def _is_string_with_list(answer: Any) -> bool:
     return all(isinstance(item, str) for item in items)
 
 
-def _is_json_text_with_alternatives(answer: Any) -> bool:
+def _is_json_object_with_alternatives(answer: Any) -> bool:
     """
     Whether an answer is a JSON object that contains a list of strings under one of the keys in
     `ALTERNATIVES`.

@@ -307,7 +307,7 @@ def command_to_evaluate_before_and_after(
     quoted_run_dir: the run's directory, quoted for the shell.
     """
     if functions.only_place_that_has_functions(
-        functions.settings_without_training_functions(settings)
+        functions.settings_without_update_functions(settings)
     ):
         return (
             "move the rewards, tools and environments of the run into a separate file, because "

@@ -256,7 +256,7 @@ class ChartScale(NamedTuple):
         y = TOP + (highest - value) / (highest - lowest) * (HEIGHT - TOP - BOTTOM)
         return f"{y:.1f}"
 
-    def svg_points(self, steps: np.ndarray, values: np.ndarray) -> list[str]:
+    def coordinate_pairs(self, steps: np.ndarray, values: np.ndarray) -> list[str]:
         """Returns the coordinates of each point of a curve, in the form "x,y"."""
         return [
             f"{self.x_coordinate(step)},{self.y_coordinate(value)}"
@@ -300,11 +300,11 @@ def lay_out_curve(curve: Curve, seed_groups: list[SeedGroup], scale: ChartScale)
         window = values[max(0, index - reach) : index + reach + 1]
         means.append(window.mean())
     smoothed = np.array(means)
-    raw_points = scale.svg_points(steps, values)
+    raw_points = scale.coordinate_pairs(steps, values)
     area = ""
     if (high > low).any():
-        upper_edge = scale.svg_points(steps, high)
-        lower_edge = scale.svg_points(steps, low)
+        upper_edge = scale.coordinate_pairs(steps, high)
+        lower_edge = scale.coordinate_pairs(steps, low)
         area = " ".join(upper_edge + lower_edge[::-1])
     dots = []
     if curve.is_dotted:
@@ -320,7 +320,7 @@ def lay_out_curve(curve: Curve, seed_groups: list[SeedGroup], scale: ChartScale)
         "colour": (curve.index_in_group if is_alone else curve.group_index) % NUM_COLOURS,
         "dash": 0 if is_alone else curve.index_in_group % NUM_DASHES,
         "raw": " ".join(raw_points),
-        "smooth": " ".join(scale.svg_points(steps, smoothed)),
+        "smooth": " ".join(scale.coordinate_pairs(steps, smoothed)),
         "area": area,
         "dots": dots,
         "x": steps.tolist(),

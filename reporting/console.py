@@ -51,7 +51,7 @@ def describe_console_columns(config: Config) -> str:
     if config.objective.loss_type == "sft":
         return "columns: step, loss, seconds, tokens/s trained"
     columns = "columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained"
-    if config.compares_within_groups:
+    if config.compares_rewards_within_groups:
         columns += ", groups without signal"
     return columns
 

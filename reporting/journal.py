@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
@@ -209,7 +210,7 @@ def rollout_and_reward_metrics(
 
     figures = reward_metrics(step_samples)
     figures["reward/s"] = seconds["reward"]
-    if config.compares_within_groups:
+    if config.compares_rewards_within_groups:
         figures |= group_signal_metrics(samples)
     figures["rollout/s"] = seconds["rollout"]
     figures["rollout/tok_s"] = num_tokens / seconds["rollout"]
@@ -227,7 +228,7 @@ def rollout_and_reward_metrics(
         figures |= judge_metrics(step_samples.judgement)
     figures["completion/truncated_frac"] = num_truncated / len(samples)
     figures |= control_token_metrics(samples)
-    figures |= repetition_metrics(samples)
+    figures |= repetition_and_degeneration_metrics(samples)
     figures["mem/cache_gb"] = stats.cache_bytes / 1e9
     return figures
 
@@ -306,7 +307,7 @@ def control_token_metrics(samples: list[Sample]) -> dict[str, float | None]:
     }
 
 
-def repetition_metrics(samples: list[Sample]) -> dict[str, float | None]:
+def repetition_and_degeneration_metrics(samples: list[Sample]) -> dict[str, float | None]:
     """
     Returns the fraction of text that is repetition, and the fraction of degenerate completions.
 

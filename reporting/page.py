@@ -333,7 +333,7 @@ def render_page(seed_groups: list[SeedGroup], ended: bool = False) -> str:
         tone=verdict_css_class(verdict),
         facts=history.headline_facts(run, ended),
         name_of_first=run.name if len(seed_groups) > 1 else "",
-        other_runs=[other_run_for_page(group.runs[0]) for group in seed_groups[1:]],
+        other_runs=[verdict_and_answers_for_page(group.runs[0]) for group in seed_groups[1:]],
         seeds=[
             *seeds.describe_spreads_and_differences(seed_groups),
             *paired.describe_paired_differences(seed_groups),
@@ -373,7 +373,7 @@ def verdict_css_class(verdict: Verdict | None) -> str:
     return "good" if verdict.outcome == BETTER and not verdict.is_doubtful else ""
 
 
-def other_run_for_page(run: History) -> dict[str, Any]:
+def verdict_and_answers_for_page(run: History) -> dict[str, Any]:
     """Returns what the page shows of another run: its verdict, figures and held-out answers."""
     verdict = reach_verdict_on_held_out_change(run)
     before, after = history.format_figure_before_after(run)

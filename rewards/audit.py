@@ -12,8 +12,8 @@ The audit makes up completions, and calls each reward function twice.
    completions are attempts to cheat (`cheats_by_name`), and the others are honest answers
    (`honest_answers_by_name`).
 
-Before the audit, `try_own_answers_until_timeout` calls the reward with the right answers of as many
-rows as fit in two seconds, because a single row on which a reward fails would end a run.
+Before the audit, `try_right_answers_until_timeout` calls the reward with the right answers of as
+many rows as fit in two seconds, because a single row on which a reward fails would end a run.
 
 This file does not cover judges, which cost time or money, or answers that cannot be made up from a
 row, such as programs.
@@ -45,8 +45,8 @@ from rewards.rewards import (
 )
 
 ROWS = 3  # the number of rows for which completions are made up
-AT_ONCE = 64  # `try_own_answers_until_timeout` calls a reward on this many rows at once
-PATIENCE = 2.0  # `try_own_answers_until_timeout` begins no further call after this many seconds
+AT_ONCE = 64  # `try_right_answers_until_timeout` calls a reward on this many rows at once
+PATIENCE = 2.0  # `try_right_answers_until_timeout` begins no further call after this many seconds
 FORMS = ("The answer is %s.", "\\boxed{%s}", "#### %s", "<answer>%s</answer>", "%s")
 SENTENCE = FORMS[0]
 ALONE = FORMS[-1]
@@ -318,7 +318,7 @@ def call_reward_on_texts(
         ) from None
 
 
-def try_own_answers_until_timeout(name: str, reward: Reward, examples: Sequence[Example]) -> int:
+def try_right_answers_until_timeout(name: str, reward: Reward, examples: Sequence[Example]) -> int:
     """
     Calls a reward with each example's right answer as the completion, for about `PATIENCE` seconds.
 
@@ -431,7 +431,7 @@ def audit_user_rewards_and_verifier(task: Any, gate: str = "off") -> Iterator[st
         if isinstance(reward, UserReward) and not needs_environment(reward)
     }
     nums_tried = [
-        try_own_answers_until_timeout(name, reward, examples)
+        try_right_answers_until_timeout(name, reward, examples)
         for name, reward in user_rewards.items()
     ]
     audits = [audit_reward(name, reward, examples, gate) for name, reward in user_rewards.items()]

@@ -28,7 +28,7 @@ from text.function_specs import format_arguments, parse_arguments, split_off_arg
 
 T = TypeVar("T")
 # The functions in these settings are used only for updates, so evaluate.py does not load them.
-TRAINING_FUNCTIONS = ("advantage", "loss_type", "optimizer")
+UPDATE_FUNCTIONS = ("advantage", "loss_type", "optimizer")
 # This module stores functions of the caller's program that have no global name, such as lambdas.
 NAMELESS = "functions_of_a_program"
 ELSEWHERE = "the function exists only in the program that started the run"
@@ -246,9 +246,9 @@ def only_place_that_has_functions(settings: dict[str, Any]) -> str:
     return "this program" if "'__main__:" in text else ""
 
 
-def settings_without_training_functions(settings: dict[str, Any]) -> dict[str, Any]:
+def settings_without_update_functions(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings without the functions for updates, which evaluations do not need."""
-    return {name: value for name, value in settings.items() if name not in TRAINING_FUNCTIONS}
+    return {name: value for name, value in settings.items() if name not in UPDATE_FUNCTIONS}
 
 
 def explain_why_no_other_program_can_resume(settings: dict[str, Any]) -> str:
@@ -267,7 +267,7 @@ def explain_why_no_other_program_can_resume(settings: dict[str, Any]) -> str:
             if module in (NAMELESS, "__main__"):
                 names.append(name)
     listed = ", ".join(dict.fromkeys(names))
-    needs_evaluation = only_place_that_has_functions(settings_without_training_functions(settings))
+    needs_evaluation = only_place_that_has_functions(settings_without_update_functions(settings))
     actions = "resume or evaluate" if needs_evaluation else "resume"
     return (
         f"only {place} can {actions} the run, because only {place} defines {listed}; to allow "

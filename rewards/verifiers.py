@@ -212,10 +212,10 @@ VERIFIERS = {  # strictest first; `auto` tries them in this order
 
 def is_comparable_answer(answer: Answer) -> bool:
     """Whether a row can be compared: one of its right answers is short, JSON or mathematics."""
-    return any(map(_is_comparable_text, right_answers(answer)))
+    return any(map(_is_comparable_right_answer, right_answers(answer)))
 
 
-def _is_comparable_text(answer: str) -> bool:
+def _is_comparable_right_answer(answer: str) -> bool:
     """Whether a right answer can be compared, because it is short, JSON or mathematics."""
     gold = last_mark_or_whole_answer(answer)
     if not gold:
@@ -242,7 +242,7 @@ def choose_verifier(name: str, answers: Sequence[Answer]) -> tuple[str, Verifier
     """
     golds: list[str] = []
     for answer in answers:
-        golds += filter(_is_comparable_text, right_answers(answer))
+        golds += filter(_is_comparable_right_answer, right_answers(answer))
 
     if name == "auto":
         name = _strictest_fitting_verifier(golds)

@@ -84,7 +84,7 @@ class ServedEpisode:
         return self.outcome is not None or bool(self.error)
 
     @property
-    def ids(self) -> list[int]:
+    def conversation_ids(self) -> list[int]:
         """All ids of the conversation so far, without a turn that is still being sampled."""
         ids = list(self.prompt)
         for place, turn in enumerate(self.turns):
@@ -95,7 +95,7 @@ class ServedEpisode:
 
     @property
     def own_positions(self) -> list[int]:
-        """The positions in `ids` of the tokens that the model wrote."""
+        """The positions in `conversation_ids` of the tokens that the model wrote."""
         positions: list[int] = []
         begin = len(self.prompt)
         for place, turn in enumerate(self.turns):
@@ -463,7 +463,7 @@ class ServedEpisodes:
         if not episode.prompt:
             episode.prompt = pending.request.token_ids
             return
-        addition = pending.request.token_ids[len(episode.ids) :]
+        addition = pending.request.token_ids[len(episode.conversation_ids) :]
         episode.additions.append(addition)
         # after memory ran out, the row may not have begun again, or may not have reached this turn
         row = self.wave.index(episode)
@@ -496,7 +496,7 @@ class ServedEpisodes:
                 raise RefusedRequest(self._explain_that_context_is_full(request))
             return False
 
-        conversation = episode.ids
+        conversation = episode.conversation_ids
         num_known = len(conversation)
         if episode.turns and ids == conversation[: num_known - len(episode.turns[-1].ids)]:
             return True
@@ -613,7 +613,7 @@ def refuse_other_conversation(episode: ServedEpisode, message: dict[str, Any]) -
     if not episode.turns:
         raise ValueError("it ended before the model's first turn")
     own = episode.own_positions
-    ids = episode.ids[: own[-1] + 1]
+    ids = episode.conversation_ids[: own[-1] + 1]
     reported_ids = message.get("token_ids")
     if not isinstance(reported_ids, list) or reported_ids[: len(ids)] != ids:
         raise ValueError(

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 

@@ -88,7 +88,7 @@ def generate_completions(
             seed=environment_seed,
             is_evaluation=is_evaluation,
         )
-        return with_controls_found_in_responses(tokenizer, generated, params.eos_ids), stats
+        return record_control_tokens(tokenizer, generated, params.eos_ids), stats
 
     episodes = None
     if toolbox:
@@ -139,13 +139,13 @@ def generate_completions(
     generated = [
         sample._replace(**fields) for sample, fields in zip(samples, all_fields, strict=True)
     ]
-    generated = with_controls_found_in_responses(tokenizer, generated, params.eos_ids)
+    generated = record_control_tokens(tokenizer, generated, params.eos_ids)
     if episodes:
         generated = episodes.add_episode_results_to_samples(generated, environment_reward_weights)
     return generated, stats
 
 
-def with_controls_found_in_responses(
+def record_control_tokens(
     tokenizer: Any, samples: list[Sample], eos_ids: Sequence[int]
 ) -> list[Sample]:
     """

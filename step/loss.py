@@ -8,6 +8,7 @@ Axes: M rows of a batch, T tokens that the policy wrote.
 
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 import grpo

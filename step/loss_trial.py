@@ -10,6 +10,7 @@ Axes: M rows of made-up tokens, T tokens in a row.
 import functools
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 

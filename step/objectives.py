@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
@@ -101,7 +102,7 @@ def _load_and_try_loss(spec: str, config: Config) -> _TriedLossAndNotes:
         _raise_if_rows_do_not_add_up(label, function, tokens, objective)
     _raise_if_entropy_coef_is_ignored(label, function, trials, objective)
     notes = [f"{label}: {loss_trial.describe_token_field_uses(uses)}"]
-    dependence = _describe_dependence_on_number_of_rows(function, trials[0], objective)
+    dependence = _describe_dependence_on_rows_per_step(function, trials[0], objective)
     if dependence:
         notes.append(f"{label}: {dependence}")
     return _TriedLossAndNotes(function, tuple(notes))
@@ -218,7 +219,7 @@ def _raise_if_rows_do_not_add_up(
         _raise_if_sum_of_rows_does_not_add_up(label, name, rows, loss, row_losses)
 
 
-def _describe_dependence_on_number_of_rows(
+def _describe_dependence_on_rows_per_step(
     function: grpo.LossFunction, tokens: grpo.Tokens, objective: grpo.Objective
 ) -> str:
     """Returns a line if the loss changes when every row of a step occurs twice; "" if not."""

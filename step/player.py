@@ -228,7 +228,7 @@ def sample_with_episode(sample: Sample, episode: ServedEpisode, fields: dict[str
     own = episode.own_positions
     num_prompt = len(episode.prompt)
     positions = [place - num_prompt for place in own]
-    response_ids = episode.ids[num_prompt : own[-1] + 1]
+    response_ids = episode.conversation_ids[num_prompt : own[-1] + 1]
     assert list(fields["loss_positions"]) == positions, "the sampler has other turns"
     assert fields["response_ids"][: len(response_ids)] == response_ids, "the sampler has other ids"
 

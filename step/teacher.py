@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 import gwen

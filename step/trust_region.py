@@ -15,6 +15,7 @@ Axes: M rows of a batch, T tokens that the policy wrote.
 import itertools
 from typing import Any, NamedTuple
 
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 

@@ -251,7 +251,7 @@ def make_task(
             "--reward-gate form: in training, only finished and well-formed answers earn a reward; "
             "evaluations use no gate"
         )
-    notes += _unlearned_criteria_warnings(config, task)
+    notes += _warnings_of_criteria_unknown_to_judge(config, task)
     if config.evaluation.every and not task.held_out and task.harness is not None:
         raise ValueError(
             f"the harness of --env-server {config.tools.env_server} lists no held-out examples for "
@@ -445,7 +445,7 @@ def _set_weights_and_drop_unusable_rewards(task: Task, config: Config) -> Task:
             "--reward-weights leaves no reward; give at least one reward a weight other than 0"
         )
 
-    columns = reward_argument_names(task.train or task.held_out, task.has_episodes)
+    columns = reward_argument_names(task.train or task.held_out, task.has_environments_or_harness)
     usable = dict[str, Reward]()
     for name, reward in task.rewards.items():
         try:
@@ -553,7 +553,7 @@ def _with_tools_environments_and_rewards(task: Task, config: Config) -> Task:
         if hasattr(kind, "get_reward"):
             task = task.with_reward(kind.__name__, make_environment_reward(kind))
     _raise_if_environments_do_not_fit(task, config)
-    if task.tools or task.has_episodes:
+    if task.tools or task.has_environments_or_harness:
         _refuse_settings_unfit_for_tools(task, config)
     return task
 
@@ -572,7 +572,7 @@ def _with_harness_reward(task: Task) -> Task:
 
 def _raise_if_environments_do_not_fit(task: Task, config: Config) -> None:
     """Raises ValueError if the prompts, rewards or settings do not fit the environments."""
-    if task.name == "env" and not task.has_episodes:
+    if task.name == "env" and not task.has_environments_or_harness:
         raise ValueError(
             "--task env needs an environment; name it with --env FILE.py:Class, or start a harness "
             "with --env-server COMMAND"
@@ -625,7 +625,7 @@ def _refuse_settings_unfit_for_tools(task: Task, config: Config) -> None:
 # ---- the judge
 
 
-def _unlearned_criteria_warnings(config: Config, task: Task) -> Iterator[str]:
+def _warnings_of_criteria_unknown_to_judge(config: Config, task: Task) -> Iterator[str]:
     """
     Yields a warning if a bundled judge has not learned the criteria of the rubrics.
 

@@ -148,15 +148,15 @@ def _states_right_answer(problem: str, completion: str, right_answer: str) -> bo
     if len(numbers) > 1 and sorted(numbers[:-1]) != sorted(numbers_in_words_or_digits(problem)):
         return False
     kinds = (
-        dict.fromkeys(_split_with_numbers_hidden(f"{problem} {right_answer}"), "")
+        dict.fromkeys(_split_into_words_and_mask_numbers(f"{problem} {right_answer}"), "")
         | _KINDS
         | {"\0": "n"}
     )
-    shape = "".join(kinds.get(word, "?") for word in _split_with_numbers_hidden(completion))
+    shape = "".join(kinds.get(word, "?") for word in _split_into_words_and_mask_numbers(completion))
     return shape.count("n") == len(numbers) and _SUM.fullmatch(shape) is not None
 
 
-def _split_with_numbers_hidden(text: str) -> list[str]:
+def _split_into_words_and_mask_numbers(text: str) -> list[str]:
     """The words and signs of a text in lower case, with the sign "\\0" in place of each number."""
     return re.findall(r"\w+|[^\w\s]", NUMBER_WORD.sub("\0", text.lower()))
 

@@ -52,7 +52,7 @@ class Task(NamedTuple):
         )
 
     @property
-    def has_episodes(self) -> bool:
+    def has_environments_or_harness(self) -> bool:
         """Whether the model acts in environments, which are the task's own or a harness's."""
         return bool(self.environments) or self.harness is not None
 

@@ -65,7 +65,7 @@ class SmallRun(GrpoRun):
 
 def make_run(run_dir, *flags):
     run = SmallRun(make_config(*flags), run_dir)
-    run.open_logs_and_record_inputs()
+    run.open_logs_and_save_inputs_for_resume()
     return run
 
 

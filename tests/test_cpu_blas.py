@@ -108,7 +108,7 @@ def test_an_import_after_mlx_computes_correctly_and_one_line_warns_that_it_is_sl
     output, errors = run_program("import mlx.core\n" + CHECK)
     assert output == SLOW
     assert errors.startswith("gwen: MLX ")
-    assert errors.endswith("imported before gwen)\n")
+    assert errors.endswith("such as train, before mlx)\n")
     assert errors.count("\n") == 1
 
 

@@ -81,7 +81,7 @@ def test_demo_rg_answers_a_third_right_keeps_the_format_and_learns_to_reason(tmp
     settings = {"model": "demo:rg", "steps": 12, "eval_every": 12, "eval_limit": 96}
     config, _ = resolve_settings(settings)
     run = GrpoRun(config, tmp_path)
-    run.open_logs_and_record_inputs()
+    run.open_logs_and_save_inputs_for_resume()
     list(train.train(run))
 
     first, last = read_log(tmp_path / "eval.jsonl")

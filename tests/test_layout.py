@@ -158,8 +158,9 @@ def test_a_room_imports_only_the_rooms_that_contributing_lists_above_it():
         lower_rooms = imports_by_room()[room] - listed
         assert not lower_rooms, f"CONTRIBUTING.md lists {lower_rooms} below {room}"
         listed.add(room)
-    for room in ("text/", "grpo.py", "cpu_blas.py"):
+    for room in ("text/", "cpu_blas.py"):
         assert not imports_by_room()[room], f"{room} imports {imports_by_room()[room]}"
+    assert imports_by_room()["grpo.py"] == {"cpu_blas.py"}
 
 
 distributions_by_module = functools.cache(packages_distributions)  # it reads many directories
@@ -187,6 +188,33 @@ def test_an_entry_point_imports_cpu_blas_before_any_module_that_imports_mlx():
             first_import = first_import_of_project_or_mlx(path)
             assert first_import in ("cpu_blas", ""), f"{path.name}: `import cpu_blas` comes first"
     assert first_import_of_project_or_mlx(ROOT / "tests" / "conftest.py") == "cpu_blas"
+
+
+def imports_of_cpu_blas_and_mlx(path: Path, imported: set[str]) -> Iterator[str]:
+    """
+    Yields "cpu_blas" and "mlx" in the order in which an import of the file imports them.
+
+    imported: the modules of the project that are already imported; it grows.
+    """
+    imports = [node for node in nodes_run_at_import(parse(path)) if imported_names(node)]
+    imports.sort(key=lambda node: (node.lineno, node.col_offset))
+    for node in imports:
+        for name in imported_names(node):
+            if name in ("mlx", "mlx_lm"):
+                yield "mlx"
+            if name == "cpu_blas":
+                yield name
+            if name in ROOMS and name not in imported:
+                imported.add(name)
+                yield from imports_of_cpu_blas_and_mlx(ROOMS[name], imported)
+
+
+def test_every_module_imports_cpu_blas_before_mlx():
+    # A user's program may import any module first. If that module imported MLX before cpu_blas, MLX
+    # would use its slow BLAS.
+    for name, path in ROOMS.items():
+        first = next(imports_of_cpu_blas_and_mlx(path, {name}), "cpu_blas")
+        assert first == "cpu_blas", f"{name} imports mlx before cpu_blas"
 
 
 def test_the_name_of_a_test_has_at_most_90_characters():

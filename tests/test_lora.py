@@ -105,7 +105,7 @@ def test_the_16_bit_copies_of_an_adapter_are_cached_until_the_masters_change(tin
 def test_saved_adapter_weights_give_back_the_masters_bit_for_bit(checkpoints, family, targets):
     model = load_adapted_model(checkpoints[family], targets=targets)
     masters = dict(tree_flatten(model.trainable_parameters()))
-    weights = adapters.fuse_adapter_weights(lora.mlx_lm_adapter_weights(model))
+    weights = adapters.fuse_lora_matrices(lora.mlx_lm_adapter_weights(model))
     assert list(weights) == sorted(masters)
     assert all(mx.array_equal(masters[name], weights[name]).item() for name in masters)
 

@@ -363,15 +363,15 @@ def test_a_reward_is_tried_on_all_answers_and_the_message_names_the_failing_row(
         "    return [float(int(right) > 3) for right in answer]"
     )
     name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
-    assert audit.try_own_answers_until_timeout(name, reward, rows) == 200
+    assert audit.try_right_answers_until_timeout(name, reward, rows) == 200
     assert reward.fn.__globals__["calls"] == [64, 64, 64, 8]
 
     rows[150]["answer"] = "n/a"
-    message = catch_message(audit.try_own_answers_until_timeout, name, reward, rows)
+    message = catch_message(audit.try_right_answers_until_timeout, name, reward, rows)
     assert f"at {tmp_path}/mine.py:4; the row has the prompt '150?' and the answer 'n/a'" in message
 
     length = built_in.make_built_in_reward("length:9")
-    assert audit.try_own_answers_until_timeout(name, length, [{"prompt": "a"}]) == 1
+    assert audit.try_right_answers_until_timeout(name, length, [{"prompt": "a"}]) == 1
 
 
 # ---- files from any directory

@@ -17,7 +17,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 
 import gwen
 import tasks
-from config import SETTINGS, Config
+from config import SETTINGS, Config, is_user_function
 from disk import checkpoint, model_choice
 from flags import Parser, check_minimums, escape_invisible, exit_on_mistakes, parse_setting
 from forecast.memory_estimate import (
@@ -37,7 +37,9 @@ from forecast.time_estimate import (
 )
 from forecast.trial import audit_reward_functions, try_first_steps
 from machine.output import guard_output
+from prompts.files import refuse_missing_file
 from rewards import audit
+from rewards.functions import load_function
 from settings.sources import parse_flags, resolve_settings, settings_from_flags
 from step.effects import describe_settings_without_effect
 from step.objectives import load_and_try_custom_objective
@@ -107,12 +109,27 @@ def yield_report_lines(args: argparse.Namespace, train_flags: list[str]) -> Iter
         for line in try_first_steps(config):
             yield escape_invisible(line)
     else:
+        refuse_missing_file(config.data.path)
+        load_functions_of_user(config)
         estimates = list(yield_estimate_lines(config, args.prompt_tokens, all_chips=args.all_chips))
         yield f"{choice}; {args.prompt_tokens} prompt tokens"
         custom = load_and_try_custom_objective(config)
         yield from custom.notes
         yield from describe_settings_without_effect(config, custom.loss)
         yield from estimates
+
+
+def load_functions_of_user(config: Config) -> None:
+    """
+    Load the rewards, the verifier, the tools and the environments that the settings name.
+
+    Raises ValueError, as `train.py` would, if one of them cannot be loaded.
+    """
+    for spec in filter(is_user_function, config.data.reward):
+        load_function("--reward", spec)
+    if is_user_function(config.data.verifier):
+        load_function("--verifier", config.data.verifier)
+    tasks.load_tools_and_environments(config)
 
 
 def resolve_config_and_model_line(train_flags: list[str]) -> tuple[Config, str]:

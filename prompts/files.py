@@ -53,6 +53,13 @@ def read_records(spec: str, notes: list[str] | None = None) -> Records:
     return records
 
 
+def refuse_missing_file(spec: str) -> None:
+    """Raises ValueError if the name in `spec` has the suffix of a data file that does not exist."""
+    for name in spec.split(","):
+        if Path(name).suffix.lower() in _READERS and not os.path.exists(name):
+            raise ValueError(f"--data {name}: there is no such file")
+
+
 def _read_file_records(spec: str, notes: list[str] | None) -> Records:
     """Reads the records in one file."""
     ending = Path(spec).suffix

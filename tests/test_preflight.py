@@ -636,3 +636,21 @@ def test_a_trial_estimates_the_memory_as_the_run_does(tmp_path, flags):
     assert sizes == run.sizes
     expected_need = memory_estimate.estimate_memory(run.demand, run.sizes)
     assert memory_estimate.estimate_memory(demand, sizes) == expected_need
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected_text"),
+    [
+        ("--data", "missing.jsonl", "--data missing.jsonl: there is no such file"),
+        ("--reward", "missing.py:score", "--reward missing.py:score: importing missing.py failed"),
+        ("--verifier", "missing.py:right", "--verifier missing.py:right: importing missing.py"),
+        ("--tools", "missing.py:search", "--tools missing.py:search: importing missing.py failed"),
+        ("--env", "missing.py:Game", "--env missing.py:Game: importing missing.py failed"),
+    ],
+)
+def test_preflight_refuses_files_that_do_not_exist(capsys, flag, value, expected_text):
+    flags = ["--model", "demo", "--task", "own", flag, value]
+    if flag == "--env":
+        flags[3] = "env"
+    assert exit_status(preflight.main, flags) == 2
+    assert expected_text in capsys.readouterr().err

@@ -661,6 +661,8 @@ class GrpoRun(Run):
         super().open_logs_and_save_inputs_for_resume()
         if world.is_first() and self.config.data.path:
             tasks.record_held_out_keys_once(self.dir, self.task.held_out)
+        if self.toolbox:
+            self.journal.tool_names = self.toolbox.tool_names
         self._connect_graders_to_journal()
 
     def _connect_graders_to_journal(self) -> None:

@@ -19,6 +19,7 @@ CUT_OFF_NAME = "truncated"  # the name of the warning about answers that are cut
 TRUNCATED = "completion/truncated_frac"
 EVAL_TRUNCATED = "eval/truncated_frac"
 CONTROL = "completion/control_frac/"  # the prefix of the metrics about control tokens
+CALLS_OF_TOOL = "tools/calls/"  # the prefix of the metrics with the number of calls of each tool
 FEW = 5  # the number of steps to average, so that a single odd step does not cause a warning
 # the largest normal fraction of tokens for which the trainer's probability is over 3 times as high
 # as the sampler's
@@ -92,6 +93,15 @@ def find_symptoms(
             "message when to call a tool (the column `system`), or begin with a warm start on "
             "conversations with calls (docs/warm-start.md)"
         )
+    uncalled = find_uncalled_tools(last)
+    if len(calls) == FEW and num_calls and uncalled:
+        symptoms["tool never called"] = (
+            f"No completion of the last {FEW} steps called {' or '.join(uncalled)}, although "
+            "other tools were called. Training cannot teach calls that the model never makes: if "
+            "the task needs these calls, say in a system message when to make them (the column "
+            "`system`), or begin with a warm start on conversations with such calls "
+            "(docs/warm-start.md)"
+        )
     num_failures = sum(measured_values(last, "tools/failures"))
     if not is_early and num_failures > num_calls / 2:
         symptoms["tools fail"] = (
@@ -126,6 +136,17 @@ def find_symptoms(
             "high as the sampler's. Set GWEN_DTYPE=float32 to compute more exactly"
         )
     return [RunWarning(name, text) for name, text in symptoms.items()]
+
+
+def find_uncalled_tools(steps: Records) -> list[str]:
+    """The names of the tools that were never called in these steps."""
+    num_calls: dict[str, float] = {}
+    for record in steps:
+        for key, value in record.items():
+            if key.startswith(CALLS_OF_TOOL):
+                name = key.removeprefix(CALLS_OF_TOOL)
+                num_calls[name] = num_calls.get(name, 0.0) + value
+    return [name for name, num in num_calls.items() if not num]
 
 
 def advise_on_cut_off_answers(

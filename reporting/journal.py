@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -327,8 +327,14 @@ def repetition_and_degeneration_metrics(samples: list[Sample]) -> dict[str, floa
     }
 
 
-def tool_metrics(samples: list[Sample], stats: RolloutStats) -> dict[str, float]:
-    """Returns the metrics of conversations with tools, or an empty dictionary without tools."""
+def tool_metrics(
+    samples: list[Sample], stats: RolloutStats, tool_names: Sequence[str] = ()
+) -> dict[str, float]:
+    """
+    Returns the metrics of conversations with tools, or an empty dictionary without tools.
+
+    tool_names: all tools of the run. If there are several, the calls of each are counted too.
+    """
     conversations = [sample.conversation for sample in samples if sample.conversation]
     if not conversations:
         return {}
@@ -341,6 +347,10 @@ def tool_metrics(samples: list[Sample], stats: RolloutStats) -> dict[str, float]
         "tools/wait_s": stats.wait_s,
         "tools/turns": num_turns / len(conversations),
     }
+    if len(tool_names) > 1:
+        called_names = [call["name"] for call in calls]
+        for name in tool_names:
+            metrics[health.CALLS_OF_TOOL + name] = float(called_names.count(name))
     if stats.failures is not None:
         metrics["episodes/failed"] = float(len(stats.failures))
     return metrics
@@ -444,6 +454,7 @@ class Journal:
         self.changes = world.compute_on_rank0(list_changes)
         self.has_written_changes = changes is None
         self.verdict: verdict.Verdict | None = None  # the verdict on the run so far
+        self.tool_names: Sequence[str] = ()  # the tools that the policy may call
 
         # the step of the best evaluation; None if no evaluation could be scored
         self.best_step: int | None = world.compute_on_rank0(
@@ -501,7 +512,7 @@ class Journal:
         num_completions = len(samples)
         if step_samples.stats:
             figures |= rollout_and_reward_metrics(self.config, step_samples, seconds)
-            figures |= tool_metrics(samples, step_samples.stats)
+            figures |= tool_metrics(samples, step_samples.stats, self.tool_names)
         else:
             # in supervised fine-tuning, several samples may be parts of one conversation
             num_completions = len(group_samples(samples))

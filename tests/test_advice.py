@@ -57,3 +57,26 @@ def test_tools_that_are_never_called_cause_a_warning(num_calls, settings, is_war
     steps = [{"step": n, "tools/calls": calls} for n, calls in enumerate(num_calls, 1)]
     warnings = health.find_symptoms(steps, has_gained=False, settings=settings)
     assert ("no tool calls" in [warning.name for warning in warnings]) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("num_searches", "num_additions", "is_warned"),
+    [
+        ([0.0] * 5, [3.0] * 5, True),
+        ([0.0] * 4 + [1.0], [3.0] * 5, False),
+        ([0.0] * 4, [3.0] * 4, False),
+        ([0.0] * 5, [0.0] * 5, False),
+    ],
+    ids=["never", "once", "too early", "no calls at all"],
+)
+def test_a_tool_that_is_never_called_while_others_are_causes_a_warning(
+    num_searches, num_additions, is_warned
+):
+    steps = []
+    for search, add in zip(num_searches, num_additions, strict=True):
+        calls = {"tools/calls": search + add, "tools/calls/search": search, "tools/calls/add": add}
+        steps.append({"step": len(steps) + 1} | calls)
+    warnings = health.find_symptoms(steps, has_gained=False, settings={"tools": ["mine.py:a,b"]})
+    texts = [warning.text for warning in warnings if warning.name == "tool never called"]
+    assert bool(texts) == is_warned
+    assert all("called search, although" in text for text in texts)

@@ -340,7 +340,12 @@ def test_the_calls_of_a_turn_run_in_order_and_their_results_reach_the_model(tool
     assert [record["turn"] for record in records] == [0, 0, 0]
     assert sample.conversation["turns"] == 2
 
-    metrics = journal.tool_metrics([sample], sampler.RolloutStats(0.0, 0.0, 0, wait_s=0.5))
+    stats = sampler.RolloutStats(0.0, 0.0, 0, wait_s=0.5)
+    assert "tools/calls/add" not in journal.tool_metrics([sample], stats, ["add"])
+    metrics = journal.tool_metrics([sample], stats, [*box.tool_names, "other"])
+    assert box.tool_names == ["add", "fail", "sleep"]
+    assert metrics["tools/calls/add"] == 1
+    assert metrics["tools/calls/other"] == 0
     assert metrics["tools/calls"] == 3
     assert metrics["tools/failures"] == 1
     assert metrics["tools/turns"] == 2

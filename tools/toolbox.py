@@ -74,6 +74,11 @@ class Toolbox:
             self.schemas[name] = function_schemas | make_environment_schemas(kind)
         self.workers: dict[tuple[str, int], ToolWorker] = {}
 
+    @property
+    def tool_names(self) -> list[str]:
+        """The names of the tools of all environments, in alphabetical order."""
+        return sorted({name for schemas in self.schemas.values() for name in schemas})
+
     def get_or_make_worker(self, environment_name: str, row: int) -> ToolWorker:
         """
         Returns the thread for a row and an environment.

@@ -219,11 +219,12 @@ def warnings_of_few_held_out(
 
     # If the standard deviation is unknown, the estimate assumes that every third answer changes.
     variance = 2 * score_std**2 or 1 / 3
+    num_more = max(LEAST_PROBLEMS, 2 * num_held_out)
     smallest = min(1, math.sqrt(POWER * variance / num_held_out))
-    smallest_with_enough = min(1, math.sqrt(POWER * variance / LEAST_PROBLEMS))
+    smallest_with_more = min(1, math.sqrt(POWER * variance / num_more))
     assumption = "judging by these answers" if score_std else "if every third answer changes"
     return [
         f"{assumption}, {num_held_out} held-out problems can show only changes of at least "
-        f"{smallest:.0%} of the range of scores, and {LEAST_PROBLEMS} problems can show changes of "
-        f"at least {smallest_with_enough:.0%}; {advice} after training (evaluate.py --samples 8)"
+        f"{smallest:.0%} of the range of scores, and {num_more} problems can show changes of "
+        f"at least {smallest_with_more:.0%}; {advice} after training (evaluate.py --samples 8)"
     ]

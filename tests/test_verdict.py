@@ -818,6 +818,9 @@ def test_a_run_with_few_held_out_problems_warns_and_names_the_flag_that_helps():
     assert re.search(r"\b8\b.*\b14%", line)
     (line,) = held_out.warnings_of_few_held_out(4, {})
     assert "--eval-data FILE or --data TRAIN,HELD_OUT" in line
+    (line,) = held_out.warnings_of_few_held_out(48, {})
+    assert "48 held-out problems can show only changes of at least 23%" in line
+    assert "96 problems can show changes of at least 17%" in line
     assert held_out.warnings_of_few_held_out(0, {}) == []
     assert held_out.warnings_of_few_held_out(50, {}) == []
     assert held_out.warnings_of_few_held_out(10, {"loss_type": "sft"}) == []

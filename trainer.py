@@ -131,7 +131,10 @@ def make_run_spec(
 
     This function creates no directory. Rank 0 reads the files, and sends the results to the other
     ranks.
+
+    Raises ValueError if a file of the user starts this run while another run imports the file.
     """
+    functions.refuse_to_start_run_during_import()
 
     def resolve_settings_and_load_checkpoint() -> list[Any]:
         """Returns the flags, the checkpoint (None for a new run) and the path of the run."""
@@ -292,7 +295,10 @@ def run_steps(
                     raise_if_long_run_has_no_signal(run, first_steps)
     except GeneratorExit:
         run.save()
-        print_line(f"saved after step {run.step}: {run.dir}")
+        line = f"saved after step {run.step}: {run.dir}"
+        if run.step < run.config.optimizer.steps:
+            line += f"; {_explain_how_to_continue(run)}"
+        print_line(line)
         raise
     finally:
         run_files.unlock_run_dir(run.dir)
@@ -562,27 +568,29 @@ def describe_cause_of_stop(error: BaseException) -> str:
     return f"{text}; "
 
 
-def _explain_how_to_continue(run: Any, error: BaseException) -> str:
+def _explain_how_to_continue(run: Any, error: BaseException | None = None) -> str:
     """
     Advice with the command that continues the run, or starts it over if nothing was saved.
+
+    error: the error that stopped the run; None if the program left the loop over the steps.
 
     If memory ran out, the command sets a batch size smaller than the one that failed. If a user's
     function failed, the advice is to correct it first, and a command that resumes the run accepts
     the corrected file.
     """
     smaller_flag = ""
-    # a ValueError about memory was raised by the user's reward function
-    if memory.should_retry_with_less_work(error) and not isinstance(error, ValueError):
-        smaller_flag = _flag_that_needs_less_memory(run, error)
-        if not smaller_flag:
-            return "start over with a smaller model or a lower --max-tokens"
-        smaller_flag = f" {smaller_flag}"
-
     correct_first = ""
     allow_flag = ""
-    if functions.is_caused_by_user_function(error):
-        correct_first = "correct the function and "
-        allow_flag = " --allow-changes"
+    if error is not None:
+        # a ValueError about memory was raised by the user's reward function
+        if memory.should_retry_with_less_work(error) and not isinstance(error, ValueError):
+            smaller_flag = _flag_that_needs_less_memory(run, error)
+            if not smaller_flag:
+                return "start over with a smaller model or a lower --max-tokens"
+            smaller_flag = f" {smaller_flag}"
+        if functions.is_caused_by_user_function(error):
+            correct_first = "correct the function and "
+            allow_flag = " --allow-changes"
 
     is_saved = bool(checkpoint.list_checkpoints(run.dir))
     flags = run.config.to_flags()

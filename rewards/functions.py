@@ -35,6 +35,7 @@ ELSEWHERE = "the function exists only in the program that started the run"
 
 # The modules of imported files, by the path and content of the file.
 _modules: dict[tuple[Path, bytes], ModuleType] = {}
+_files_being_imported: list[Path] = []  # files of the user that Gwen is importing now
 
 
 # ---- import
@@ -142,6 +143,8 @@ def _import_module(flag_and_spec: str, file_or_module: str, path: Path) -> Any:
 
 
 def _explain_failed_import(error: BaseException, file_or_module: str, path: Path) -> str:
+    if isinstance(error, RunStartedDuringImport):
+        return str(error)
     if file_or_module == NAMELESS:
         return (
             f"{ELSEWHERE}, because it is a lambda or is defined inside another function; "
@@ -174,13 +177,28 @@ def _load_file_once(path: Path, content: bytes) -> ModuleType:
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look up their module in sys.modules
     sys.path.insert(0, str(path.parent))
+    _files_being_imported.append(path)
     try:
         module_spec.loader.exec_module(module)
     finally:
+        _files_being_imported.remove(path)
         if str(path.parent) in sys.path:
             sys.path.remove(str(path.parent))
     _modules[path, content] = module
     return module
+
+
+class RunStartedDuringImport(ValueError):
+    """A file of the user starts a run while Gwen imports the file."""
+
+
+def refuse_to_start_run_during_import() -> None:
+    """Raises RunStartedDuringImport if Gwen is importing a file of the user."""
+    if _files_being_imported:
+        raise RunStartedDuringImport(
+            f"{_files_being_imported[-1].name} starts a run whenever it is imported; put the lines "
+            'that start the run below `if __name__ == "__main__":`'
+        )
 
 
 # ---- the specification of a function

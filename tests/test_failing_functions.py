@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, catch_message
 from small_run import SMALL_FLAGS, make_run
 
 import train
@@ -53,6 +53,27 @@ def test_an_error_in_a_loss_of_the_user_gets_the_advice_for_functions_of_the_use
     assert trainer.save_and_describe_stop(run, error_info.value).endswith("--allow-changes")
     for error in (KeyError("a bug in Gwen"), ValueError("a full disk"), KeyboardInterrupt()):
         assert "--allow-changes" not in trainer.save_and_describe_stop(run, error)
+
+
+STARTS_A_RUN = """
+from train import Trainer
+
+def ranks(rewards):
+    return rewards
+
+trainer = Trainer.start(model="demo", task="demo", advantage=ranks, steps=1)
+"""
+
+
+def test_a_file_that_starts_a_run_when_it_is_imported_is_refused_in_one_line(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(STARTS_A_RUN)
+    message = catch_message(functions.load_function, "--advantage", f"{file}:ranks")
+    assert message == (
+        f"--advantage {file}:ranks: mine.py starts a run whenever it is imported; put the lines "
+        'that start the run below `if __name__ == "__main__":`'
+    )
+    assert functions._files_being_imported == []
 
 
 # ---- the audit

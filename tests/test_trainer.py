@@ -57,6 +57,8 @@ def test_a_run_from_python_equals_the_run_of_the_command_and_can_be_stopped_and_
         assert metrics["reward/mean"] is not None
         break
     assert (trainer.dir / "checkpoints" / "step-000001").is_dir()
+    advice = f"saved after step 1: {trainer.dir}; continue with: uv run train.py --resume"
+    assert advice in capsys.readouterr().out
 
     # The user presses Ctrl-C.
     handler = signal.getsignal(signal.SIGINT)

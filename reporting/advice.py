@@ -30,6 +30,7 @@ REWARD_ALONE_ROSE = (
     "The reward rose but the accuracy did not. Read the answers, or weight the rewards differently "
     "with --reward-weights"
 )
+ALL_RIGHT = "Every held-out answer is right, so only harder problems could show more progress"
 NONE_RIGHT = (
     "No answer was right before or after training, and more held-out problems would not change "
     "that. First train the model on right answers with --loss-type sft (docs/warm-start.md). If "
@@ -125,6 +126,8 @@ def advise_on_change(
         )
     if reward_fix:
         return reward_fix
+    if is_every_answer_right(run):
+        return f"{ALL_RIGHT}. {advise_on_using_the_model(run)}"
     if is_still_improving:
         direction = "falling" if run.figure_name == "loss" else "rising"
         command = command_to_double_steps(run)
@@ -140,6 +143,11 @@ def advise_on_change(
         command = command_to_double_steps(run)
         return f"Train longer, because the training loss was still falling: {command}"
     return advise_on_using_the_model(run)
+
+
+def is_every_answer_right(run: History) -> bool:
+    """Whether every held-out answer of the last evaluation is right."""
+    return run.figure_name == "accuracy" and run.evals[-1]["eval/accuracy"] == 1
 
 
 def explain_lack_of_change(run: History) -> str:
@@ -186,7 +194,7 @@ def advise_on_few_problems(
         first = TOO_FAR
     if first:
         return f"{first}. {advice}"
-    if change.mean > 0:
+    if change.mean > 0 and not is_every_answer_right(run):
         advice += f"; or train longer to enlarge the change: {command_to_double_steps(run)}"
     return advice
 

@@ -352,6 +352,24 @@ def policy_before_exact(rng, prompt):
     return random_text(rng), 0.1, 0.0
 
 
+def test_a_run_whose_answers_are_all_right_is_not_advised_to_train_longer():
+    answers = {}
+    evals = []
+    for step, num in ((0, 30), (50, 60), (100, 120)):
+        record = {"rewards": {}, "prompt": "?", "completions": [""], "greedy": ""}
+        right = record | {"values": [1.0], "greedy_value": 1}
+        wrong = record | {"values": [0.0], "greedy_value": 0}
+        answers[step] = {problem: right if problem < num else wrong for problem in range(120)}
+        evals.append(
+            {"step": step, "eval/accuracy": num / 120, "eval/num": 120, "eval/greedy": num / 120}
+        )
+    result = verdict.reach_verdict_on_held_out_change(make_history(evals, answers))
+    assert result.outcome == BETTER
+    assert result.advice.startswith("Every held-out answer is right")
+    assert "chat.py" in result.advice
+    assert "Train longer" not in result.advice
+
+
 def policy_after_exact(rng, prompt):
     return random_text(rng, 4), 0.9, 1.0
 

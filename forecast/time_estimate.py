@@ -14,7 +14,7 @@ import mlx.core as mx
 
 import gwen
 from config import Config, MemoryDependentSizes
-from disk import model_choice
+from disk import hub, model_choice
 from forecast.memory_estimate import (
     CHANGE,
     TEMPLATE_TOKENS,
@@ -79,9 +79,7 @@ def estimate_phase_costs(
     num_rows = len(prompts) * demand.group_size
     num_prompt_tokens = sum(prompts)
 
-    # the FLOPs for one pair of a query and a key, in all layers
-    num_attention_layers = sum(kind != "linear_attention" for kind in model.layer_kinds)
-    pair = 4 * model.num_attention_heads * model.head_dim * num_attention_layers
+    pair = count_attention_flops_per_pair(model)
     num_keys = max(prompts) + length / 2  # the mean number over the tokens of a completion
 
     prefill_flops = 2 * matmuls * num_prompt_tokens + pair * num_prompt_tokens * max(prompts) / 2
@@ -113,9 +111,16 @@ def estimate_phase_costs(
         )
         num_judged_tokens = num_prompt_tokens + num_rows * (length + criteria_tokens)
         judge_matmuls = count_parameters(judge).matmuls
-        judge_flops = (2 * judge_matmuls + pair * num_keys) * num_judged_tokens
+        judge_pair = count_attention_flops_per_pair(judge)
+        judge_flops = (2 * judge_matmuls + judge_pair * num_keys) * num_judged_tokens
         costs["judge"] = chips.PhaseCost(judge_matmuls * dtype.size, judge_flops)
     return costs
+
+
+def count_attention_flops_per_pair(model: hub.ModelConfig) -> float:
+    """Return the FLOPs of attention for one pair of a query and a key, in all layers."""
+    num_attention_layers = sum(kind != "linear_attention" for kind in model.layer_kinds)
+    return 4 * model.num_attention_heads * model.head_dim * num_attention_layers
 
 
 def count_update_flops(

@@ -274,7 +274,7 @@ def find_held_out_warnings(
         rewards = readable_rewards_or_one_zero(answers)
         reward_range = max(rewards) - min(rewards)
         within_group = mean_metric_with_missing_as_0(steps, "reward/std")
-        if within_group:
+        if within_group and reward_range:
             deviation = within_group / reward_range
     held_out = pick_evenly_spaced(task.held_out, config.evaluation.limit)
     yield from warnings_of_few_held_out(len(held_out), config.to_flags(), deviation)

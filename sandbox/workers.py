@@ -46,7 +46,7 @@ LARGE = "took more memory than its limit"
 FORGED = "sent something other than an answer to its question"
 GRACE = 1.0  # a worker is killed this many seconds after its limit if it still runs
 BUSY = 3.0  # the wall-clock limit as a multiple of the processor-time limit
-START = 300.0  # a worker may take this many seconds to make its answering function
+START = 300.0  # the processor seconds that a worker may take to make its answering function
 
 # the size of the longest answer, for a worker that is not sealed (False) or sealed (True)
 MAX_BYTES = {False: 2**26, True: 2**16}
@@ -185,7 +185,10 @@ class _Worker:
             self.close()
             error = answer.error
             if error == LATE:
-                error = f"the worker for {target} was not ready after {START:.0f} s"
+                error = (
+                    f"the worker for {target} was not ready in time: it may take {START:.0f} "
+                    f"seconds of processor time, and {START * BUSY + GRACE:.0f} seconds in total"
+                )
             raise ValueError(error)
         if answer.value:
             _warn_of_weak_seal(answer.value)

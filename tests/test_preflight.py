@@ -24,7 +24,7 @@ import train
 import update
 from config import MemoryDependentSizes
 from disk import hub, model_choice
-from forecast import memory_estimate, trial
+from forecast import memory_estimate, time_estimate, trial
 from judging import rubrics
 from machine import gpu, link, memory
 from step.batch import make_batches
@@ -150,6 +150,17 @@ def test_the_estimate_counts_weights_adapters_and_optimizer_to_the_byte():
         if name.endswith((".m", ".v"))
     ]
     assert need.resident["optimizer"] == sum(array.nbytes for array in moments)
+
+
+def test_the_estimated_cost_of_judging_depends_on_the_judge_and_not_on_the_policy():
+    costs = []
+    for policy in ("random:2m", "random:0.6b"):
+        config = make_config(model=policy, judge_model="random:0.6b")
+        demand = make_demand(config, model=model_choice.load_known_config(policy))
+        demand = demand._replace(rubric=RUBRIC)
+        sizes = memory_estimate.choose_sizes(demand)
+        costs.append(time_estimate.estimate_phase_costs(demand, sizes)["judge"])
+    assert costs[0] == costs[1]
 
 
 def test_trained_16_bit_weights_have_float32_masters():

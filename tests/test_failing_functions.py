@@ -220,6 +220,14 @@ def test_the_sql_reward_of_the_page_rewards_right_rows_and_survives_hostile_quer
     assert dict(zip(queries, values, strict=True)) == expected_rewards
     assert not (tmp_path / "stolen").exists()
 
+    # if the right query has no rows, a text that is no query is still wrong
+    nobody = "SELECT name FROM pets WHERE age > 9"
+    queries = {nobody: 1.0, "": 0.0, "-- nothing": 0.0, "SELECT 1 WHERE 0": 1.0}
+    columns = {"tables": [PETS] * len(queries), "answer": [nobody] * len(queries)}
+    prompts = ["Who is older than nine?"] * len(queries)
+    values = rewards.call_reward_on_rank0(name, reward, prompts, list(queries), columns)
+    assert values == list(queries.values())
+
 
 def test_the_audit_finds_that_the_sql_reward_expects_a_query_without_other_text(sql_reward):
     rows = []

@@ -23,6 +23,7 @@ from disk import hub
 from evaluation.served_policy import ServedPolicy
 from judging.server import Endpoint
 from prompts import chat_template
+from reporting import answers
 
 LIMIT = 12
 FLAGS = ["--model", "demo", "--limit", str(LIMIT)]
@@ -319,6 +320,18 @@ def test_a_comparison_of_evaluations_has_intervals_of_paired_differences(tmp_pat
         files.append(write_answers(path, [1, 0, 0, 0], sampled_values))
     report.main(["--compare", *files])
     assert "+0.375 ± 0.205, better" in capsys.readouterr().out
+
+
+def test_a_prompt_that_is_text_equals_the_same_prompt_as_a_message_in_a_comparison(tmp_path):
+    evaluation = write_answers(tmp_path / "one.jsonl", [1, 0, 1, 1])
+    rows = read_log(tmp_path / "one.jsonl")
+    as_messages = []
+    for row in rows:
+        assert isinstance(row["prompt"], str)
+        as_messages.append(row | {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    other = write_log(tmp_path / "messages.jsonl", as_messages)
+    table = answers.make_answer_comparison_table([str(evaluation), str(other)])
+    assert table[2][-1] == f"{len(rows)} of {len(rows)}"
 
 
 def test_a_comparison_refuses_files_without_answers_and_files_without_common_problems(

@@ -39,7 +39,11 @@ from flags import exit_with_error
 def time_vllm_mlx_rollout(
     work: RolloutWork, *, peer: Any, tokenizer: Any, prefix_cache: bool
 ) -> TimedRollout:
-    """Does the work with vllm-mlx's scheduler, and times it, including filling the prefix cache."""
+    """
+    Does the work with vllm-mlx's scheduler, and times the work.
+
+    The time of filling the prefix cache is included.
+    """
     from vllm_mlx.scheduler import Scheduler, SchedulerConfig
 
     config = SchedulerConfig(

@@ -2,8 +2,8 @@
 The command that shows what a model writes.
 
 `uv run chat.py --prompt "Hi"` prints completions of a prompt. `--chat` starts a conversation in the
-terminal. With tools or an environment, and without these two flags, the model plays held-out
-episodes.
+terminal. If there are tools or an environment, and neither of these two flags is given, the model
+plays episodes with held-out problems.
 
 In a conversation, the cache keeps all earlier turns. The model's own turns keep the token ids that
 were sampled, and are not encoded again from text. This file does not cover rollouts (sampler.py),
@@ -84,8 +84,8 @@ class ChatModel:
         """
         Yields the answer to the user's line, in pieces of whole characters.
 
-        There is a piece for each token, so that the caller can stop after any token. A piece may be
-        "".
+        There is a piece for each token, so that the caller can stop after any token. A piece is ""
+        if the token does not complete a character, or if the text may be part of a stop text.
         """
         ids = self.encode_since_last_reply(line)
         with lora.use_initial_weights(self.model) if self.is_before else gpu.without_gradients():
@@ -265,7 +265,11 @@ def run_chat(models_by_label: dict[str, ChatModel], lines: Iterable[str]) -> Non
 
 
 def print_reply_until_ctrl_c(side: ChatModel, line: str, ctrl_c_presses: list[int]) -> None:
-    """Prints one side's reply to a line. Stops as soon as `ctrl_c_presses` is not empty."""
+    """
+    Prints the reply of the model `side` to a line.
+
+    Stops as soon as `ctrl_c_presses` is not empty.
+    """
     with contextlib.closing(side.stream_reply(line)) as reply:
         for piece in reply:
             print(escape_invisible(piece), end="", flush=True)
@@ -299,10 +303,13 @@ def main(argv: list[str] | None = None) -> None:
     run_files.add_adapter_flags(parser)
     parser.add_argument(
         "--model",
-        help="demo, a Hugging Face directory or a hub id (default: that of the run or adapter)",
+        help="demo, a directory, a GGUF file or a hub id (default: the model of the run, of the "
+        "adapter or of the task; if there is none of these, as in train.py)",
     )
     parser.add_argument(
-        "--prompt", help="the user's message (default: held-out problems, if there are tools)"
+        "--prompt",
+        help="the user's message (required without --chat, unless there are tools; with tools, the "
+        "default is held-out problems)",
     )
     parser.add_argument(
         "--chat", action="store_true", help="answer lines that you type or send through a pipe"
@@ -319,7 +326,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--max-tokens",
         type=int,
-        help="maximum number of tokens per completion (default: as in the run, else 256)",
+        help="maximum number of tokens per completion (default: as in the run; without --run, 256)",
     )
     parser.add_argument(
         "--temp", type=float, default=1.0, help="sampling temperature; 0: greedy (default: 1)"
@@ -328,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
-        help="thinking mode of the chat template (default: as in the run, else off)",
+        help="thinking mode of the chat template (default: as in the run; without --run, off)",
     )
     add_flags(parser, [SETTINGS[name] for name in ("stop", "end_tokens", *TOOL_FLAGS)])
     chat_play_or_complete(parser.parse_args(argv))
@@ -401,7 +408,8 @@ def refuse_invalid_flags(args: argparse.Namespace, adapter: str | None) -> None:
         )
     if args.compare and not (args.chat and adapter):
         raise ValueError(
-            "--compare is for talking to a trained model; add --chat, and --run or --adapter"
+            "--compare shows the answers of a model before and after training; add --chat, and "
+            "name the trained model with --run or --adapter"
         )
     if args.system and not (args.prompt or args.chat):
         raise ValueError("--system needs a message from the user; add --prompt or --chat")
@@ -411,8 +419,9 @@ def choose_opening_and_note(args: argparse.Namespace) -> tuple[Messages, str]:
     """
     Returns the messages before the user's first message, and a note about these messages.
 
-    The messages are the system prompt in --system or, with --run, the messages with which all
-    prompts of the run began.
+    With --system, the only message is this system prompt. Otherwise, with --run, the messages are
+    those with which all prompts of the run began. Without --system and --run, or if the model plays
+    held-out problems, there are no messages.
     """
     if args.system is not None:
         return [{"role": "system", "content": args.system}], ""
@@ -487,7 +496,7 @@ def load_config_and_toolbox(
     model: gwen.Model,
 ) -> tuple[Config, toolbox_module.Toolbox | None]:
     """
-    Returns the settings from the run and the flags, and the toolbox, or None without tools.
+    Returns the settings from the run and the flags, and the toolbox (None if there are no tools).
 
     Raises ValueError if the flags do not fit the tools.
     """
@@ -510,13 +519,14 @@ def load_config_and_toolbox(
         )
     if toolbox is None and not has_message:
         raise ValueError(
-            "--prompt is missing; give the user's message, or a task with tools, which has prompts"
+            "--prompt is missing; give the user's message, or use --task with a task that has tools"
         )
     if toolbox and args.stop:
         raise ValueError("--stop cannot be used with tools; leave it out")
     if toolbox and toolbox.environments and args.chat:
         raise ValueError(
-            "--chat cannot be used with an environment, which answers the model; leave out --chat"
+            "--chat cannot be used with an environment, because the environment answers the model "
+            "in your place; leave out --chat"
         )
     return config, toolbox
 

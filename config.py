@@ -36,8 +36,9 @@ class ModelSettings:
 
     name: str = setting(
         "",
-        "the model to train: a hub id, a directory, a GGUF file, `smollm2`, `demo`, `demo:rg` "
-        "or `demo:tools`; on a machine without a GPU, the default is `demo`",
+        "the model to train: a hub id, a directory, a GGUF file, `smollm2`, `demo`, `demo:rg` or "
+        "`demo:tools`; the default is the model in the recipe or else, on a GPU, Qwen/Qwen3-0.6B, "
+        "and without a GPU, `demo`",
         key="model",
         first=True,
         file=True,
@@ -78,8 +79,9 @@ class DataAndRewardSettings:
     used_by = "rollouts"
     task: str = setting(
         "",
-        "task: demo, values, gsm8k, math, ifeval, or rg:NAME=WEIGHT; it determines the data, the "
-        "rewards and the evaluation; with --data, the default is `own`",
+        "task, which determines the data, the rewards and the evaluation: demo, values, gsm8k, "
+        "math, ifeval, calculator, guess, or rg:NAME=WEIGHT; the default is `own` with --data; "
+        "otherwise `env` with an environment, a bundled model's own task, or `values`",
         used_by=None,
         first=True,
     )
@@ -106,32 +108,37 @@ class DataAndRewardSettings:
     )
     verifier: str = setting(
         "",
-        "how a completion is compared with the correct answer: auto, json, number, choice, "
-        "math, exact, marked, or your own function as FILE.py:fn; with --loss-type sft, "
-        "evaluations then also answer the held-out prompts",
+        "how a completion is compared with the correct answer: auto, json, number, choice, math, "
+        "exact, marked, or your own function as FILE.py:fn; if a run with --loss-type sft has a "
+        "verifier, the model also answers the held-out prompts in each evaluation",
         first=True,
         function=True,
     )
     rubric: str = setting(
         "",
-        "YAML file with a rubric for the judge, which replaces the rubric of the task",
+        "YAML file with the judge's rubric; this rubric replaces the task's rubric",
         first=True,
         file=True,
     )
     reward: list[str] = setting(
         list,
-        "your own reward functions, as FILE.py:fn,fn; with --loss-type sft, they only score the "
-        "answers in evaluations",
+        "rewards to use instead of the task's rewards: your own functions as FILE.py:fn,fn, or "
+        "built-in rewards by name, such as length:200; a run with --loss-type sft uses them only "
+        "in evaluations",
         first=True,
         file=True,
     )
     reward_weights: dict[str, float] = setting(
-        dict, "weights of the rewards, for example correct=1,rubric=0.5", first=True
+        dict,
+        "weights of the rewards, for example correct=1,rubric=0.5; a reward that is not listed "
+        "keeps the weight that it has in the task, or else the weight 1",
+        first=True,
     )
     reward_gate: Literal["off", "form"] = setting(
         "off",
-        "`form`: a completion keeps a reward above 0 only if it is finished, does not repeat "
-        "itself and does not copy the prompt",
+        "`form`: a completion keeps a reward above 0 only if it ends before --max-tokens, has at "
+        "least four words, does not repeat itself and does not copy the prompt; `off`: every "
+        "completion keeps its reward",
     )
 
 
@@ -173,11 +180,14 @@ class SamplingSettings:
         metavar="TOKEN",
         parse=str,
     )
-    temp: float = setting(1.0, "sampling temperature", low=0, first=True)
+    temp: float = setting(
+        1.0, "sampling temperature; 0: always take the likeliest token", low=0, first=True
+    )
     top_p: float = setting(
         1.0,
         "nucleus sampling: sample only from the likeliest tokens whose probabilities add up "
-        "to this value; the update also computes probabilities over these tokens only",
+        "to this value; the update also computes probabilities over these tokens only; 1: sample "
+        "from all tokens",
         low=1e-06,
         high=1.0,
     )
@@ -210,8 +220,9 @@ class ObjectiveSettings:
     used_by = "grpo"
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"] = setting(
         "dapo",
-        "loss function (this flag is the same as --loss); sft: the cross-entropy of the replies "
-        "in --data",
+        "loss function; grpo, dr_grpo, dapo, cispo and sapo train on rewards, distill trains on "
+        "the scores of --teacher, and sft trains on the replies in --data; this flag is the same "
+        "as --loss",
         used_by=None,
         function=True,
         also=("loss",),
@@ -222,8 +233,9 @@ class ObjectiveSettings:
     )
     importance_sampling_correction: Literal["off", "token", "sequence"] = setting(
         "off",
-        "off-policy correction: multiply the loss by the probability under the policy before the "
-        "update, divided by the probability that the sampler recorded, per token or per sequence",
+        "off-policy correction: multiply the loss by the ratio of two probabilities: that under "
+        "the policy before the update, and that recorded by the sampler; `token` computes the "
+        "ratio for each token, `sequence` for each completion, and `off` does not correct the loss",
     )
     importance_sampling_cap: float = setting(
         3.0, "largest weight of --importance-sampling-correction", low=1.0, high=1e6
@@ -236,9 +248,9 @@ class ObjectiveSettings:
     )
     scale_rewards: Literal["group", "batch", "mean", "none"] = setting(
         "group",
-        "divisor of the advantages: the standard deviation of the rewards in the group "
-        "(group) or in the step (batch), the mean reward of the group (mean), or no divisor "
-        "(none)",
+        "divisor of the advantages: the standard deviation of the rewards in the group (group) or "
+        "in the step (batch), the mean reward of the group, or a G-th of the range of its rewards "
+        "if that is larger (mean), or no divisor (none)",
     )
     combine_rewards: Literal["sum", "normalize"] = setting(
         "sum",
@@ -258,28 +270,30 @@ class ObjectiveSettings:
     )
     beta: float = setting(
         0.0,
-        "weight in the loss of the KL divergence from the model before training",
+        "weight of the KL term, which keeps the model close to the model before training; 0: no KL "
+        "term",
         low=0,
         first=True,
     )
     entropy_coef: float = setting(
         0.0,
         "weight of the entropy bonus: this value times the entropy of the next-token distribution "
-        "is subtracted from the loss of each token, so that answers stay varied; try 0.001 to "
-        "0.01. 0: no bonus",
+        "is subtracted from the loss of each token, so that answers stay varied; useful values lie "
+        "between 0.001 and 0.01; 0: no bonus",
         low=0,
     )
     train_completions: int | None = setting(
         None,
-        "number of completions per prompt that the update trains on; it trains on those whose "
-        "rewards have the largest variance; auto: all of them",
+        "number of completions per prompt that the update trains on; Gwen chooses the completions "
+        "whose rewards have the largest variance; auto: all completions",
         low=2,
         first=True,
     )
     truncated: Literal["keep", "mask", "punish"] = setting(
         "keep",
-        "what to do with completions that --max-tokens cut off: train on them (keep), leave "
-        "them out (mask), or punish them (punish)",
+        "what to do with completions that --max-tokens cut off: train on them (keep) or leave them "
+        "out of the update (mask); punish: subtract a penalty from the rewards of long "
+        "completions, which grows from 0 to 1 over the last fifth of --max-tokens",
         used_by="rollouts",
     )
     teacher: str = setting(
@@ -292,7 +306,7 @@ class ObjectiveSettings:
     teacher_prompt: str = setting(
         "",
         "text file with a system message that only the teacher sees; {answer} is replaced by "
-        "the value in the column `answer`, and any other {NAME} by the value in that column",
+        "the value in the column `answer`, and any other {NAME} by the value in the column NAME",
         used_by="distill",
         file=True,
     )
@@ -326,7 +340,8 @@ class ToolSettings:
     )
     env_timeout: float = setting(
         600.0,
-        "an episode of --env-server fails if the harness gives no sign of it for so many seconds",
+        "number of seconds after which an episode of --env-server fails if the harness sends "
+        "neither a request nor a message about it",
         low=0.1,
         high=1e6,
         later=True,
@@ -349,9 +364,9 @@ class OptimizerSettings:
 
     kind: Literal["adamw", "sgd"] = setting(
         "adamw",
-        "optimizer; sgd trains all weights without the 8 bytes per weight that AdamW needs, "
-        "and --target-kl determines the size of its steps; your own function takes the learning "
-        "rate and returns an mlx.optimizers.Optimizer",
+        "optimizer; sgd saves the 8 bytes of memory that AdamW needs per trained weight, but works "
+        "only with --lora-rank 0, and --target-kl determines the size of its steps; your own "
+        "function takes the learning rate and returns an mlx.optimizers.Optimizer",
         key="optimizer",
         function=True,
     )
@@ -386,7 +401,8 @@ class OptimizerSettings:
     )
     learning_rate: float = setting(
         1e-4,
-        "peak learning rate; with --lora-rank 0, the default is a tenth of the value in the recipe",
+        "peak learning rate; with --lora-rank 0, the default is a tenth of the value in the "
+        "recipe, or 1 with --optimizer sgd",
         low=0,
         first=True,
     )
@@ -403,7 +419,8 @@ class OptimizerSettings:
     )
     target_kl: float = setting(
         0.02,
-        "maximum KL divergence of one update, in nats per token; 0: no maximum",
+        "KL divergence by which one update may change the policy, in nats per token; a step that "
+        "exceeds 1.5 times this value is shortened; 0: no limit",
         low=0,
         used_by="rollouts",
     )
@@ -494,8 +511,9 @@ class EvaluationSettings:
     )
     rubric: str = setting(
         "",
-        "YAML file with a rubric that is used only in evaluations, to check the rubric that "
-        "training rewards",
+        "YAML file with a second rubric, the witness, by which the judge scores only the answers "
+        "in evaluations; if the score of the first rubric rises without that of the witness, the "
+        "model has probably learned only to please the judge",
         used_by="rollouts",
         later=False,
         file=True,

@@ -13,13 +13,15 @@ the operating system immediately and must request memory again for the next arra
 time than the arithmetic. For example, swiglu and its gradient on 72 x 110 rows of width 768 take 90
 ms instead of 30 ms. With the settings in this file, the heap never returns memory.
 
-On macOS, MLX uses Accelerate, and no library is loaded. This file also sets environment variables
-that MLX and the GPU driver read only once, unless the user has already set them.
+On macOS, MLX uses Accelerate, and no library is loaded. This file also sets some environment
+variables, because MLX and the GPU driver read them only once. Variables that the user has already
+set are not changed.
 
-Every program imports this file first. So this file also makes Ctrl-C during the other imports print
-one line instead of a traceback. And if a program was started with a Python that lacks Gwen's
-packages, as with `python3 train.py`, this file prints one line and ends the program. This file
-imports only the standard library, and an old Python version must be able to parse it.
+Every program imports this file first. So this file has two more tasks. If the user presses Ctrl-C
+during the other imports, one line is printed instead of a traceback. If a program was started with
+a Python that lacks Gwen's packages, as with `python3 train.py`, this file prints one line and ends
+the program. This file imports only the standard library, and an old Python version must be able to
+parse it.
 """
 
 import atexit

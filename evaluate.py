@@ -95,7 +95,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--limit",
         type=int,
-        help="evaluate at most this many problems, evenly spread over the held-out problems",
+        help="evaluate at most this many problems, evenly spread over the held-out problems "
+        "(default: as in the evaluations during the run; without --run, as in the recipe of the "
+        "task; if neither sets a limit, all held-out problems)",
     )
     parser.add_argument(
         "--samples",
@@ -387,8 +389,9 @@ def evaluate_sft_run(
     for name, value in vars(args).items():
         if value != parser.get_default(name) and name not in allowed:
             raise ValueError(
-                f"{flag_of(name)} {value} has no effect on the loss of {args.run} on its held-out "
-                f"replies; leave out {flag_of(name)}, or add --data FILE with problems to answer"
+                f"{flag_of(name)} {value} has no effect on the loss of {args.run}, which is "
+                f"computed from held-out replies; leave out {flag_of(name)}, or add --data FILE "
+                "with problems to answer"
             )
     config = check_settings(settings)
     held_out_keys = tasks.read_held_out_keys(args.run)

@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--keep-template",
         action="store_true",
-        help="leave the chat template of the base model unchanged",
+        help="leave the chat template of the base model unchanged (default: write the thinking "
+        "mode and the system prompt of training into the template)",
     )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="the new directory to write to"
@@ -109,7 +110,8 @@ def export_and_print_summary(args: argparse.Namespace, adapter: str) -> None:
     Writes the model or adapter to --out.
 
     Then prints a summary and the commands that load the written files. If the weights were rounded
-    to few bits, also measures and prints what the rounding costs.
+    to few bits, also compares the rounded model with the 16-bit model on held-out problems, and
+    prints the result.
     """
     run_dir = find_run_dir_at_or_above(args.run or adapter)
     config = None
@@ -172,9 +174,8 @@ def write_export_and_return_summary(
     Writes the model or adapter to `result_dir`, and returns a summary.
 
     run: the run that trained the adapter, or None if the run is unknown.
-    bits16_dir: the directory for the 16-bit model, which is written first if the model in
-        `result_dir` has fewer bits. The model in `result_dir` is rounded from it or compared with
-        it.
+    bits16_dir: the directory for the 16-bit model. This model is written, before the result, only
+        if the result has few bits. The result is then rounded from this model or compared with it.
     """
     has_few_bits = args.bits in FEW_BITS
     template_run = None if args.keep_template else run
@@ -234,9 +235,11 @@ def least_bytes_to_write(
     """
     A lower bound on the number of bytes that will be written.
 
-    For `--export gguf`, or if the base model is a GGUF file, the bound assumes that the base model
-    has 32 bits per weight, which is the maximum. Otherwise the bound is the size of the base model:
-    `--fuse`, even with `--bits`, first writes a copy in which the weights keep all their bits.
+    For `--export peft`, the bound is the size of the adapter. For `--export gguf`, or if the base
+    model is a GGUF file, the bound is the size of the base model times `bits` / 32, because a
+    weight of the base model has at most 32 bits. Otherwise the bound is the size of the base model,
+    because `--fuse`, even with `--bits`, first writes a copy in which the weights keep all their
+    bits.
     """
     if export == "peft":
         files = list(adapters.find_adapter_directory(adapter).glob("*.safetensors"))
@@ -254,7 +257,8 @@ def make_and_set_temp_dir_beside(out: Path, num_bytes: int) -> Iterator[Path]:
     """
     Makes a temporary directory beside `out`, and removes it after the context.
 
-    Inside the context, `tempfile` uses this directory, so other libraries write to the same disk.
+    If `out` exists, the temporary directory is inside `out`. Inside the context, `tempfile` uses
+    the temporary directory, so other libraries also write to the disk of `out`.
 
     num_bytes: a lower bound on the number of bytes that will be written.
 
@@ -301,7 +305,7 @@ def name_out_in_write_errors(out: Path) -> Iterator[None]:
 
 
 def is_in_out_or_scratch(path: str | Path, out: Path) -> bool:
-    """Whether a path is in `out` or in the scratch directory next to `out`."""
+    """Whether a path is in `out` or in the temporary directory beside `out`."""
     target = out.resolve()
     resolved = Path(path).resolve()
     if not resolved.is_relative_to(target.parent):
@@ -393,7 +397,8 @@ def write_peft_adapter_and_return_summary(model_name: str | None, adapter: str, 
     """
     Writes only the adapter, in PEFT format, and returns a summary.
 
-    The written configuration names the base model, or gives its path if it comes with Gwen.
+    The written configuration names the base model. If the base model comes with Gwen, the
+    configuration contains its path instead.
     """
     matrices = adapters.read_lora_adapter(adapter)
     base = model_name or matrices.base

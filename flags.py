@@ -41,8 +41,9 @@ def add_path_to_os_errors(path: str | Path) -> Iterator[None]:
     """
     Add `path` to each OSError that is raised inside the block and does not name a file.
 
-    For example, an error from writing to a full disk names no file. The tokenizers library raises a
-    plain Exception whose message ends in "(os error 28)", which becomes an OSError with `path`.
+    For example, an error from writing to a full disk names no file. The tokenizers library raises
+    plain Exceptions whose messages end in, for example, "(os error 28)". Each of them is replaced
+    by an OSError with this number and `path`.
     """
     try:
         yield
@@ -79,16 +80,17 @@ def refuse_unwritable_file(flag: str, path: Path) -> None:
     """
     Raise ValueError if a command will not be able to write its results to a file.
 
-    To test this, a file that does not exist is created and removed again. An existing file, a pipe
-    and a terminal are not written to. Any other device, such as /dev/full, gets an empty line.
+    To test this, a missing file is created and removed again, and an existing file is opened but
+    not changed. Nothing is written to a pipe or a terminal. Other devices, such as /dev/full, get
+    an empty line.
 
     flag: the flag that names the file, for the error message.
     """
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir():
         raise ValueError(
-            f"{flag} {path} is not the path of a file in an existing directory; "
-            "give the path of a file in a directory that exists"
+            f"{flag} {path} is a directory, or is in a directory that does not exist; "
+            "give the path of a file in an existing directory"
         )
     is_new = not os.path.lexists(path)
     try:
@@ -166,7 +168,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, lambda value: Path(_check_nonempty_printable_text(value)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse flags like argparse, but also accept underscores in the names of flags."""
+        """Parse flags in the way of argparse, but also accept underscores in the names of flags."""
         words = list(sys.argv[1:] if args is None else args)
         for index, word in enumerate(words):
             if word.endswith("=--"):  # Python 3.11 would parse this word as an empty list
@@ -179,7 +181,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print a mistake in the flags in one line, and end the process."""
+        """Print one line about a mistake in the flags, and end the process."""
         words = message.partition("unrecognized arguments: ")[2].split()
         if words:
             # 6000 characters are enough to explain every flag of a TRL script
@@ -189,7 +191,7 @@ class Parser(argparse.ArgumentParser):
         exit_with_error(message.removeprefix("argument "))
 
     def _explain_unknown_flags(self, words: list[str]) -> str:
-        """Return a sentence of advice for each unknown flag among the words left unparsed."""
+        """Return advice on each unknown flag in `words`, the words that argparse did not parse."""
         valid_flags = [flag for action in self._actions for flag in action.option_strings]
         unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")]
         if not unknown:
@@ -203,7 +205,7 @@ class Parser(argparse.ArgumentParser):
 
 def _check_nonempty_printable_text(text: str) -> str:
     """
-    Return the value of a flag unchanged, after checking it.
+    Check the value of a flag, and return it unchanged.
 
     Raises ArgumentTypeError if the value is empty or contains a control character. An empty value
     usually comes from a shell variable that is not set. A control character would affect the
@@ -236,7 +238,8 @@ def parse_stop_text_and_print_notes(word: str) -> str:
     because they may begin a LaTeX command such as `\text`. `\\n` is replaced by a backslash and the
     letter n.
 
-    Prints a line on stderr for each escape.
+    Prints a line on stderr about each escape that is replaced by a control or other character, and
+    about each `\t` or `\r` that is left unchanged.
     """
     # an escape -> the rest of the line that is printed about the escape
     notes = {
@@ -357,7 +360,7 @@ class Setting(NamedTuple):
     @property
     def choices(self) -> tuple[str, ...]:
         """
-        The values that are allowed, with USER_FUNCTION if the user may give a function.
+        The values that are allowed, including USER_FUNCTION if the user may give a function.
 
         Returns () if the setting has no list of allowed values.
         """
@@ -369,7 +372,7 @@ class Setting(NamedTuple):
 
     @property
     def accepts_auto(self) -> bool:
-        """Whether the user may write `auto` for None, so that Gwen chooses the value later."""
+        """Whether the value may be `auto`. It is stored as None, and Gwen chooses a value later."""
         return self.field.type == (int | None)
 
     @property
@@ -568,7 +571,7 @@ def _parse_numbers_by_name(value: Any) -> dict[str, float]:
 
 def _translate_trl_value(key: str, value: Any) -> Any:
     """
-    Translate a value that TRL uses for a setting. Other values are returned unchanged.
+    Return Gwen's value for a value that TRL uses. Other values are returned unchanged.
 
     Returns None if the TRL value means what Gwen does by default.
     """

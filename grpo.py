@@ -1,7 +1,7 @@
 """
 GRPO: the arithmetic of the trainer. Every function takes arrays and returns arrays.
 
-This file uses no model, tokenizer, clock or file, so every line can be checked by hand.
+No function needs a model, tokenizer, clock or file, so every line can be checked by hand.
 step/loss.py calls these functions with a model's log-probabilities.
 
 `LOSSES` maps the name of each loss to a function of `Tokens` and `Objective`. The loss of a step is
@@ -37,7 +37,7 @@ SMALLEST_DEVIATION = 1e-4  # added to every standard deviation that is used as a
 
 class Objective(NamedTuple):
     """
-    The settings for computing the loss of each token and averaging it over a step.
+    The settings that determine the loss of each token, and the average over a step.
 
     The fields have the names that TRL uses.
     """
@@ -132,7 +132,7 @@ def subtract_mean_of_others(offsets: np.ndarray, is_compared: np.ndarray) -> np.
 
 
 class Baseline(NamedTuple):
-    """A baseline of the advantages: which rewards it compares, and what it subtracts from each."""
+    """A kind of baseline: which rewards it compares, and how it is subtracted from them."""
 
     compares_step: bool  # True: compares a reward with the whole step; False: with its group
 
@@ -171,17 +171,19 @@ def group_advantages(
     scale: what the differences from the baseline are divided by. "group" means the standard
     deviation of the group (GRPO), "batch" means the standard deviation of the step, "mean" means
     the mean reward of the group (MaxRL), and "none" means 1 (RLOO). With "mean", if every reward is
-    0 or 1, the expected gradient is that of log p to order G - 1, where p is the probability of a
-    right answer. For other rewards, the divisor is at least the range of the group's rewards
-    divided by G, so that no advantage exceeds G.
+    0 or 1, the expected gradient is that of log p, expanded in powers of 1 - p up to the power
+    G - 1, where p is the probability of a right answer. For other rewards, the divisor is at least
+    the range of the group's rewards divided by G, so that no advantage exceeds G.
 
-    signal_floor: the largest range of rewards that counts as noise, as a fraction of the standard
-    deviation of the step (plus SMALLEST_DEVIATION). If the range of a group is that small, all its
-    advantages are exactly 0; for "reinforce", this applies to the whole step instead of a group. So
-    if all compared rewards are equal, the advantages are exactly 0.
+    signal_floor: the largest range of rewards that counts as noise, as a fraction of s, where s is
+    the standard deviation of the step's rewards plus SMALLEST_DEVIATION. If the range of a group's
+    rewards is not larger than this, all advantages of the group are exactly 0. For "reinforce",
+    this applies to the whole step instead of a group. Equal rewards have the range 0, so they
+    always give advantages of exactly 0.
 
-    The first reward is subtracted from all rewards. Otherwise rounding would erase the differences
-    between rewards that share a large offset, such as the number of seconds since 1970.
+    Before all else, the first of the compared rewards is subtracted from all of them. Otherwise
+    rounding would erase the differences between rewards that share a large offset, such as the
+    number of seconds since 1970.
 
     Sources: Dr. GRPO (scale "none"), arXiv:2503.20783; DeepSeekMath (scale "group"),
     arXiv:2402.03300, 4.1.2; scale "batch", arXiv:2508.08221; MaxRL (scale "mean"),
@@ -235,7 +237,7 @@ def turn_advantages(
     turn_rewards: list[list[list[float]]], scale: str = "group", signal_floor: float = 0.0
 ) -> np.ndarray:
     """
-    The advantage of each turn, from comparing returns within the group, (B, G, K) float32.
+    The advantage of each turn, whose return is compared within the group, (B, G, K) float32.
 
     turn_rewards: the rewards, indexed by group, row and turn. The advantages are 0 beyond the last
     turn of a row and beyond the last row of a group.
@@ -357,7 +359,7 @@ def importance_ratio(
     logprobs: mx.array, old_logprobs: mx.array, mask: mx.array, level: str
 ) -> mx.array:
     """
-    The probability under the policy divided by the probability under the old policy.
+    The probability of tokens under the policy, divided by their probability under the old policy.
 
     level: "token" gives the ratio of each token, (N, T). "sequence" gives the geometric mean of the
     token ratios in each row, (N, 1). Source of the sequence ratio: GSPO, arXiv:2507.18071, eq. 7.
@@ -441,8 +443,9 @@ def sapo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> TermAndI
     """
     The term -A sigmoid(t (r - 1)) 4 / t, for the ratio r, advantage A and steepness t.
 
-    This is a soft clip: divided by -A, its slope is 1 at r = 1 and approaches 0 as r moves away
-    from 1. If A is 0 or negative, t is larger, so the slope approaches 0 sooner.
+    This is a soft clip: the derivative of the term with respect to r is -A at r = 1, and approaches
+    0 as r moves away from 1. If A is 0 or negative, t is larger, so the derivative approaches 0
+    sooner.
 
     Source: SAPO, arXiv:2511.20347.
     """
@@ -497,7 +500,7 @@ def mean_of_row_means(per_token: mx.array, tokens: Tokens, objective: Objective)
 
 def mean_over_max_tokens(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
     """
-    The sum over the counted tokens, divided by the number of rows in the step times max_tokens.
+    The sum over the counted tokens, divided by max_tokens and by the number of rows in the step.
 
     A token has the same weight in a long answer as in a short one.
 
@@ -531,11 +534,11 @@ def zero_padding_and_detach_non_policy(tokens: Tokens) -> Tokens:
     """
 
     def zero_padding_and_detach(column: mx.array) -> mx.array:
-        """The column with 0 at padding, and without a gradient."""
+        """The array with 0 at padding, and without a gradient."""
         return mx.where(tokens.mask > 0, mx.stop_gradient(column), 0.0)
 
     def zero_padding_and_detach_optional(column: mx.array | None) -> mx.array | None:
-        """The column with 0 at padding, and without a gradient; None if the column is None."""
+        """The array with 0 at padding, and without a gradient; None if `column` is None."""
         return None if column is None else zero_padding_and_detach(column)
 
     advantages = tokens.advantages
@@ -561,7 +564,7 @@ def make_loss_with_kl_and_entropy(
     """
     Returns a loss function that averages a term, a KL penalty and an entropy bonus over the tokens.
 
-    The average is over weight * term + beta * KL - entropy_coef * entropy. The weight is 1 unless
+    It averages weight * term + beta * KL - entropy_coef * entropy. The weight is 1 unless
     `importance_sampling_correction` is set (see `sampler_weights`). The statistics of the loss
     contain `clip_frac` if the term can clip, and `kl` if there is a reference.
 
@@ -570,7 +573,7 @@ def make_loss_with_kl_and_entropy(
     """
 
     def policy_loss(tokens: Tokens, objective: Objective) -> Loss:
-        """The average loss of the counted tokens, and the sums for statistics."""
+        """The average loss of the counted tokens, and the sums that the statistics need."""
         tokens = zero_padding_and_detach_non_policy(tokens)
         level = objective.importance_sampling_level
         ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs, tokens.mask, level)

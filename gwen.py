@@ -328,8 +328,8 @@ class Model(nn.Module):
     """
     A dense language model.
 
-    `model(tokens, cache)` returns the logits (N, L, V), the product of the final hidden states and
-    the output weights.
+    `model(tokens, cache)` returns the logits (N, L, V), which are the product of the final hidden
+    states and the output weights.
     """
 
     def __init__(self, config: hub.ModelConfig):
@@ -415,8 +415,10 @@ def compile_between_attentions(model: Model, before: int, after: int) -> Compile
         x: mx.array, attended: list[mx.array], rotation_arrays: list[mx.array], states: list[Any]
     ) -> Any:
         """
-        Returns two values: the inputs of the next attention, or the final hidden states if there is
-        no next attention; and the new states of the gated delta nets.
+        Returns a result and the new states of the gated delta nets.
+
+        The result consists of the residual stream and the inputs of the next attention. If there is
+        no next attention, the result is the final hidden states.
 
         attended: the output of the last attention, and the gates if there are any.
         """
@@ -487,7 +489,7 @@ def make_decode_to_hidden_step(model: Model) -> DecodeToHiddenStep:
     compiled_sizes: set[int] = set()  # the numbers of rows for which the loops are compiled
 
     def decode_to_hidden_with_build_lock(tokens: mx.array, cache: Cache) -> mx.array:
-        """Like `decode_one_token_to_hidden`, but only one process at a time compiles on a CPU."""
+        """Like `decode_one_token_to_hidden`, but on a CPU, only one process at a time compiles."""
         if gpu.on_gpu() or len(tokens) in compiled_sizes:
             return decode_one_token_to_hidden(tokens, cache)
         with cpu.hold_build_lock():
@@ -653,9 +655,9 @@ def arrange_for_matmul(name: str, weight: mx.array) -> mx.array:
     """
     The same weight, in the memory layout with which its matmul is fastest.
 
-    On a CPU, the weight (out, in) of a projection is stored column by column, because OpenBLAS
-    repacks a weight before multiplying. If x has few rows and W is stored row by row, x @ W.T takes
-    a fifth longer.
+    On a CPU, the weight (out, in) of a projection is stored column by column. OpenBLAS repacks a
+    weight before multiplying. If the weight W were stored row by row, this would make x @ W.T a
+    fifth slower for an x with few rows.
     """
     is_packed = weight.dtype == mx.uint32
     if gpu.on_gpu() or is_packed or not name.endswith("proj.weight"):
@@ -694,6 +696,8 @@ def install_packed_projections(model: Model, packings: dict[str, dict[str, Any]]
     A projection is replaced only if all its parts are packed in the same way. The embedding and the
     head are not packed, because a judge's scores and a teacher's probabilities are computed from
     tiles of the head.
+
+    packings: how each packed weight of the checkpoint is packed, by the name of its module.
     """
     chosen = {}
     for name, module in model.named_modules():
@@ -841,7 +845,7 @@ def rehearse_prefill_and_decoding(model: Model, kinds: list[str]) -> None:
 
 
 def rehearse_sampling_and_attention_gradient(model: Model) -> None:
-    """Samples tokens with and without truncation, and computes the gradient of attention."""
+    """Samples tokens with and without top-p truncation, and computes attention's gradient."""
     ids = rehearsal_tokens(model)
     logits = model.hidden(ids)[:, -1] @ model.head_weight.T
     uniforms = mx.full((2, 4), 0.5)

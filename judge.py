@@ -6,8 +6,8 @@ judge's scores with human labels.
 
 In the mode `logits`, a judge computes the expected score from the probabilities that its reply
 begins with the token "1", "2", "3", "4" or "5". This mode needs no decoding and gives fractional
-scores. In the mode `decode`, the judge writes a reply, greedily decoded, and may think first. The
-score is read from the reply (judging/replies.py).
+scores. In the mode `decode`, the judge may think first. It then writes a reply, which is decoded
+greedily, and the score is read from the reply (judging/replies.py).
 
 The prompts that are judged together form a tree of preamble, questions, answers and criteria.
 Shared parts are computed once (judging/prompt_tree.py). If the judge puts less than half of its
@@ -101,7 +101,8 @@ class Judge(Grader):
         """
         A digest of the rubric's prompts, the settings and the model.
 
-        The digest contains the model's logits after the preamble, which differ between models.
+        In the digest, the model's logits after the preamble, which differ between models, stand for
+        the model.
         """
         if not self._scoring_digest:
             with lora.without_adapters_and_gradients(self.model):
@@ -290,11 +291,11 @@ def make_judge_and_witness(
     """
     Returns a run's judge and its witness, a second judge that only evaluations use.
 
-    The judge is None without `rubric`, and the witness is None without `witness_rubric`. The two
-    share one cache of scores.
+    The judge is None if `rubric` is None, and the witness is None if `witness_rubric` is None. The
+    two share one cache of scores.
 
-    base, tokenizer: the model before training, which is used as the judge unless --judge-model
-    names another model. If base is None, a model is loaded.
+    base, tokenizer: the model before training, and its tokenizer. This model is both judge and
+    witness unless --judge-model names another model. If base is None, a model is loaded.
     """
 
     @functools.cache
@@ -326,7 +327,7 @@ def main(argv: list[str] | None = None) -> None:
         "--labels",
         required=True,
         metavar="FILE",
-        help="a JSONL file; each line has prompt, completion, criterion and score",
+        help="a JSONL file of human labels; each line has prompt, completion, criterion and score",
     )
     add_flags(parser, [SETTINGS[key] for key in JUDGE])
     args = parser.parse_args(argv)

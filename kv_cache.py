@@ -202,7 +202,9 @@ class SlotLayer:
         self, prompt_of_slot: list[int], new_slots: list[int], slots_with_new_prompt: list[int]
     ) -> None:
         """
-        Records which prompts are in use, or copies each slot's prompt into the slot's buffer.
+        Records which prompts are in use.
+
+        If prompts are not shared, this method also copies prompts into the slots' buffers.
 
         slots_with_new_prompt: the slots that had a different prompt before. Prompts are copied only
             for these slots.

@@ -151,7 +151,7 @@ def apply(
     pass ends at the lowest adapter, so the layers below it keep no activations.
 
     Raises ValueError if these layers have none of the target projections, or if the model has fewer
-    layers.
+    than `num_layers` layers.
     """
     if num_layers is not None and num_layers > len(model.layers):
         raise ValueError(
@@ -197,7 +197,7 @@ def layer_index(module_name: str) -> int:
 
 
 def turn_off_faulty_kernels_for_rank(model: gwen.Model, rank: int) -> None:
-    """Turns off kernels that give wrong results for adapters of this rank, and prints which."""
+    """Turns off kernels that are wrong for adapters of this rank, and prints their names."""
     widths: set[int] = set()
     for _, layer in adapted_layers(model):
         widths.update(layer.linear.weight.shape)
@@ -234,9 +234,9 @@ def use_initial_weights(model: gwen.Model) -> Iterator[None]:
     """
     Inside the `with` block, the model has the weights that it had before training.
 
-    With these weights, the model is the reference policy, and computes no gradients. The reference
-    policy is the base model unless `initialize_adapters` or `attach_saved_adapter` set other
-    initial weights.
+    In the block, the model serves as the reference policy, so it computes no gradients. The initial
+    weights are those of the base model unless `initialize_adapters` or `attach_saved_adapter` has
+    set others.
     """
     trained = []
     for _, layer in adapted_layers(model):
@@ -329,10 +329,10 @@ def attach_saved_adapter(
     Reads an adapter, and adds it to the model without changing the model's own weights.
 
     The adapter can therefore be switched off with `without_adapters_and_gradients`.
-    initial_adapter: the path of the adapter from which this adapter was trained, for
-    `use_initial_weights`.
+    initial_adapter: the path of the adapter from which the training of this adapter began; None if
+    the training began without an adapter. `use_initial_weights` needs this path.
 
-    Raises ValueError like `read_adapter_for_model`.
+    Raises ValueError in the same cases as `read_adapter_for_model`.
     """
     scale, pairs = read_adapter_for_model(model, path)
     initial_pairs: FusedMatrices = {}
@@ -359,8 +359,8 @@ def initialize_adapters(model: gwen.Model, scale: float, initial: FusedMatrices)
     has a lower rank or lacks a projection, the rest of A stays random and the rest of B stays 0, so
     the model's output is the same as with the given adapter.
 
-    Raises ValueError, which names the flag to set, if the adapters of the model have a lower rank
-    or lack a projection.
+    Raises ValueError if the adapters of the model have a lower rank than the given adapter, or lack
+    one of its projections. The error message names the flag to set.
     """
     adapted = dict(adapted_layers(model))
     lowest = min(map(layer_index, initial))

@@ -3,9 +3,10 @@ Estimates the memory and time of a run before the run starts: `uv run preflight.
 
 The command accepts the flags of train.py. The estimates are computed from the settings and from the
 configuration of the model, as if every completion were as long as `--max-tokens` allows.
-`--try` trains for a few steps and reports whether the run is worth starting. `--audit` shows which
-answers get a reward from the reward functions. `--fits` lists the models that this machine can
-train. The estimates and the trial are computed in forecast/.
+`--try` trains for a few steps and reports whether the run is worth starting. `--audit` makes up
+right answers, wrong answers and attempts to cheat, and shows which of them the reward functions
+reward. `--fits` lists the models that this machine can train. The estimates and the trial are
+computed in forecast/.
 """
 
 import argparse
@@ -64,12 +65,14 @@ def main(argv: list[str] | None = None) -> None:
         "--prompt-tokens",
         type=int,
         default=256,
-        help="number of tokens in the longest prompts (default: 256)",
+        help="estimate for prompts of this many tokens; set the length of the longest prompts or, "
+        "for --loss-type sft, of the longest conversations (default: 256)",
     )
     parser.add_argument(
         "--audit",
         action="store_true",
-        help="only show which answers get a reward from the reward functions",
+        help="only show which made-up answers (right, wrong, or attempts to cheat) the reward "
+        "functions reward; needs no model",
     )
     parser.add_argument(
         "--fits", action="store_true", help="only list the models that this machine can train"
@@ -133,7 +136,10 @@ def load_functions_of_user(config: Config) -> None:
 
 
 def resolve_config_and_model_line(train_flags: list[str]) -> tuple[Config, str]:
-    """Return the settings that train.py would use for these flags, and a line on the model."""
+    """
+    Return the settings that train.py would use for these flags, and a line about the choice of the
+    model and task.
+    """
     args = parse_flags(train_flags)
     if args.resume is True:
         steps = parse_setting(SETTINGS["steps"], args.steps) if args.steps else None
@@ -165,9 +171,10 @@ def yield_estimate_lines(
     config: Config, prompt_tokens: int, *, all_chips: bool = False
 ) -> Iterator[str]:
     """
-    Yield lines on the memory and time of a run, and a line of advice if it does not fit.
+    Yield lines about the memory and time of a run, and advice if the memory is too small for it.
 
-    prompt_tokens: the number of tokens in the longest prompts.
+    prompt_tokens: the assumed number of tokens in every prompt, or, in supervised fine-tuning, in
+    every conversation.
     all_chips: whether to list the time of a step on each Apple chip.
     """
     model_choice.refuse_quantized_model(config.model.name)

@@ -51,7 +51,8 @@ def format_run_comparison(paths: list[str], width: int | None = None) -> str:
     Returns a table of the differing settings, the figures, the costs and the warnings of runs.
 
     If one of the paths is a file with answers, the table compares the answers problem by problem.
-    width: the number of columns of the terminal; None stands for any width.
+    width: the number of columns of the terminal; None if the output is no terminal, so that
+    the table may have any width.
     """
     if len(paths) > 1 and any(Path(path).is_file() for path in paths):
         return fit_table(answers.make_answer_comparison_table(paths), width)
@@ -101,7 +102,7 @@ def rows_of_differing_settings(runs: list[History]) -> list[list[str]]:
 
 def rows_of_differing_commits(runs: list[History]) -> list[list[str]]:
     """
-    Returns a row with each run's commit and uncommitted changes of Gwen.
+    Returns a row with the version of Gwen that each run used: the commit and uncommitted changes.
 
     Returns no row if all runs used the same version.
     """
@@ -130,7 +131,8 @@ def format_run_list(*folders: str | Path, width: int | None = None) -> str:
     """
     Returns a table of the runs in some directories, newest last, and a line per damaged run.
 
-    width: the number of columns of the terminal; None stands for any width.
+    width: the number of columns of the terminal; None if the output is no terminal, so that
+    the table may have any width.
     """
     paths: list[Path] = []
     for folder in folders:
@@ -195,8 +197,8 @@ def main(argv: list[str] | None = None) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="write the page to this file "
-        "(default: report.html in RUN; for several runs, NAME-against-OTHER.html beside the first)",
+        help="write the page to this file (default: report.html in the directory of the run; for "
+        "several runs, A-against-B.html beside the first, where A and B are the names of the runs)",
     )
     parser.add_argument(
         "--compare",
@@ -207,12 +209,13 @@ def main(argv: list[str] | None = None) -> None:
         "--csv",
         action="store_true",
         help="print a CSV table with one row per run, or write this table to the --out file; the "
-        "columns are settings that differ, figures with intervals, seconds and tokens",
+        "columns include the held-out figures with their intervals, the seconds and tokens of the "
+        "training, the warnings, and the settings that differ between the runs",
     )
     parser.add_argument(
         "--list",
         action="store_true",
-        help="list the runs in a directory, given in place of RUN (default: runs/)",
+        help="list the runs in a directory; name the directory in place of RUN (default: runs/)",
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
@@ -254,7 +257,8 @@ def write_page_and_print_figure_differences(
     """
     Writes one page about all named runs, and prints the page's path.
 
-    With several runs, first prints how much their held-out figures vary and differ.
+    Before the path, prints how much the held-out figure varies between the seeds of a run, and how
+    much the figure of each further run differs from that of the first.
 
     opens: whether to open the page in a browser too.
     """

@@ -65,7 +65,7 @@ CHECKPOINT_KEYS = {"lr_scale": "rate"}
 
 
 class Run:
-    """A run with a model, its adapters, a learner, logs and the state between two steps."""
+    """A run: the model, its adapters, the learner, the logs, and the state between two steps."""
 
     learner: update.Learner
     journal: Journal
@@ -148,7 +148,10 @@ class Run:
 
     def _digest_model_and_tokenizer(self) -> dict[str, str]:
         """
-        Digests of the model's weights, its tokenizer, its chat template and its other end tokens.
+        Digests of the model's weights, tokenizer and chat template, and of added end tokens.
+
+        Added end tokens are those of --end-tokens, and those that Gwen recognizes although the
+        model's files do not name them as ends.
 
         A resumed run compares these digests with those in its checkpoint.
         """
@@ -234,7 +237,7 @@ class Run:
 
     @property
     def training_only_sources(self) -> set[str]:
-        """The names in `sources` that do not affect what an evaluation measures."""
+        """The names of those `sources` that do not affect what an evaluation measures."""
         return names_of_training_only_sources(self.config)
 
     @property
@@ -349,7 +352,8 @@ class Run:
         Whether a checkpoint should be saved after this step.
 
         A checkpoint is saved every `save_every` steps and after the last step. The first checkpoint
-        is saved after `FIRST_SAVE` seconds at the latest.
+        is saved, at the latest, after the first step that ends `FIRST_SAVE` or more seconds after
+        the start.
         """
         is_unsaved = self.saved_step == self.journal.begun_at
         if is_unsaved and self.clock_now() - self.started_at >= FIRST_SAVE:
@@ -358,7 +362,7 @@ class Run:
         return is_last or self.step % self.config.records.save_every == 0
 
     def update_page_if_due(self) -> None:
-        """Writes the page of the run, unless it was written only a short time ago."""
+        """Writes the page of the run if enough time has passed since it was last written."""
         if self.report is not None:
             self.report.write_if_due()
 
@@ -366,7 +370,7 @@ class Run:
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether the run can be saved: nothing may have changed since the last logged step."""
+        """Whether the run can be saved, because nothing has changed since the last logged step."""
         return self.boundary == (self.step, self.learner.num_changes)
 
     def mark_step_complete_and_keep_state(
@@ -627,7 +631,7 @@ class GrpoRun(Run):
 
     def _load_and_check_teacher(self, examples: list[Example]) -> None:
         """
-        Loads the teacher, and checks it with the prompts.
+        Loads the teacher, and checks that it can read all prompts.
 
         Raises ValueError if the teacher does not fit the student, or cannot read a prompt.
         """
@@ -646,7 +650,7 @@ class GrpoRun(Run):
         """
         The token ids of each example's prompt, encoded in the same way as in evaluations.
 
-        With tools, the prompt is the beginning of the conversation.
+        With tools, the prompt includes the schemas of the tools.
 
         kind: the name for a prompt in error messages, such as "training prompt".
         """
@@ -727,7 +731,7 @@ class GrpoRun(Run):
         Sets the object that draws the prompts, which may be a user's own.
 
         In a resumed run, an object of the same class as before receives its saved state. Raises
-        ValueError if the object lacks a method, or could not restore its state.
+        ValueError if the object lacks a method, or cannot restore its state.
         """
         curriculum.refuse_unusable_curriculum(prompts)
         self._prompts = prompts
@@ -829,7 +833,11 @@ class GrpoRun(Run):
         return extra
 
     def _warn_once_of_lost_environment_state(self) -> None:
-        """Warns once if an environment has changed class attributes that no checkpoint saves."""
+        """
+        Warns once if an environment changes an attribute of its class.
+
+        A checkpoint saves such attributes only through the `get_state` method of the class.
+        """
         if self._class_values is None:
             return
         values = environment_state.describe_unsaved_class_attributes(self.task.environments)
@@ -933,7 +941,7 @@ class SftRun(Run):
         self.source_files = tuple(list_code_rubric_and_prompt_files(self.config, task))
 
     def samples_for_next_step(self) -> list[Sample]:
-        """The samples for the conversations of the next step. Each conversation is a group."""
+        """The next step's conversations as samples. Each conversation is a group of its own."""
         settings = self.config.sampling
         indices = draws.epoch_indices(len(self.train), settings.batch, self.step, settings.seed)
         samples = []
@@ -1093,9 +1101,9 @@ def digest_functions_and_files(
 
 def names_of_training_only_sources(config: Config) -> set[str]:
     """
-    The names of the digests that do not affect what an evaluation measures.
+    The names of the data and files that have a digest but do not affect what evaluations measure.
 
-    They include the digest of the data, because the held-out problems have a digest of their own.
+    The training data is one of them, because the held-out problems have a digest of their own.
     """
     objective = config.objective
     training_specs = [objective.loss_type, objective.advantage, config.optimizer.kind]

@@ -7,14 +7,15 @@ the sampling distribution, and a mask that includes the end token.
 
 A `Decoder` does the step that all decode loops share: it samples a token for each row and appends
 it. A `SlotDecoder` does this for many rows in the slots of a cache. The loops only decide when rows
-end and when slots are reused: `decode` for rows without turns, layers/turns.py for rows with turns.
-The loop that streams an answer is in chat.py.
+end and when slots are reused. The loop for rows without turns is `decode`, the loop for rows with
+turns is in layers/turns.py, and the loop that streams an answer is in chat.py.
 
 Randomness depends only on (key, row, position). So a completion does not depend on the rows that
 are decoded with it. If memory runs out, the lost rows are sampled again with the same result.
 
-In a completion with turns, an end token ends one turn. The reply to that turn is prefilled before
-the next turn. The conversion of prompts to ids is in prompts/chat_template.py.
+A completion has turns if tools or an environment reply to the model. Then an end token ends only
+one turn, and the reply to that turn is prefilled before the next turn. The conversion of prompts to
+ids is in prompts/chat_template.py.
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
@@ -46,7 +47,7 @@ LOOK_EVERY = 4  # steps between two checks for ended rows; a check costs one wai
 
 
 class StopTexts(NamedTuple):
-    """The stop texts. A completion ends at the token that completes one of them."""
+    """The texts of --stop. A completion ends at the token that completes one of these texts."""
 
     texts: Sequence[str]
     tokenizer: Any
@@ -102,7 +103,7 @@ class SamplingParams(NamedTuple):
         return softmax.TruncationSettings.from_settings(self.top_p, self.top_k, self.min_p)
 
     def max_tokens_per_row(self, num_rows: int) -> list[int]:
-        """The most tokens that each of `num_rows` rows may have."""
+        """The maximum number of tokens for each of `num_rows` rows."""
         if isinstance(self.max_tokens, int):
             limits = [self.max_tokens] * num_rows
         else:
@@ -126,7 +127,7 @@ class RolloutStats(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """Sampled completions, rows prompt-major."""
+    """Sampled completions. The rows of a prompt are next to each other."""
 
     completion_ids: mx.array  # (N, T) int32, pad_id after the end
     logprobs: mx.array  # (N, T) float32 nats, 0 after the end
@@ -183,9 +184,9 @@ def choose_token(
     """
     Samples a token for each row of (N, V) logits.
 
-    Returns the token, its log-probability and the entropy of its distribution, (N,) each. An unused
-    entropy is never computed. At temperature 0, the token is the likeliest one, and the
-    log-probability and the entropy are those at temperature 1.
+    Returns the token, its log-probability and the entropy of its distribution, (N,) each. MLX
+    computes the entropy only if the caller uses it. At temperature 0, the token is the likeliest
+    one, and the log-probability and the entropy are those at temperature 1.
     """
     temperature = params.temperature
     if temperature == 0:
@@ -229,7 +230,7 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     Returns the cache of a batch of right-aligned prompts, and the logits after each prompt,
     (len(prompts), V).
 
-    Raises ValueError if the logits are not finite, a sign of float16 overflow.
+    Raises ValueError if the logits are not finite, for example after float16 overflow.
     """
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]
@@ -259,7 +260,11 @@ class NonFiniteLogprob(ValueError):
 
 
 class DecodeState:
-    """The rows of a rollout, in host memory: parameters, sampled tokens, ends and cost so far."""
+    """
+    The state of a rollout's rows, in host memory.
+
+    It holds the sampling parameters, the tokens sampled so far, the ends of the rows and the cost.
+    """
 
     progress: alive.Bar | None = None
     episodes: "RowEpisodes | None" = None  # replies to the turns; None for rows without turns
@@ -271,7 +276,10 @@ class DecodeState:
         key: int,
         row_numbers: Sequence[int] | None = None,
     ):
-        """row_numbers: each row's number, which determines its randomness; None counts from 0."""
+        """
+        row_numbers: each row's number, which determines its randomness. None stands for the numbers
+        from 0 on.
+        """
         self.params = params
         self.key = key
         self.row_numbers = row_numbers or range(num_rows)
@@ -449,7 +457,7 @@ class SlotDecoder(Decoder):
         self.append_and_update_logits(self.sample_into_unread_steps())
 
     def read_all_but_newest(self, num_newest: int) -> None:
-        """Writes the tokens of unread steps to the state, except the newest `num_newest` steps."""
+        """Writes the tokens of all unread steps but the newest `num_newest` to the state."""
         while len(self.unread_steps) > num_newest:
             self.state.append_unless_ended(*self.unread_steps.pop(0))  # wait
 
@@ -702,9 +710,10 @@ def rollout(
     distribution, whose support `params` restricts.
 
     prompts: the token ids of each prompt.
-    key: all randomness comes from (key, row, position).
-    rows: the row numbers, if these rows are part of a larger rollout; None counts from 0.
-    batch_size: the most rows to decode at once; halved when memory runs out.
+    key: the seed of the rollout. Each random number is determined by (key, row, position).
+    rows: the row numbers, if these rows are part of a larger rollout. None stands for the numbers
+    from 0 on.
+    batch_size: the maximum number of rows to decode at once. It is halved when memory runs out.
     share_prefix: whether a group shares one cache of its prompt, instead of a copy for each row;
     None lets `attention.should_share_prefix` decide.
     batch_size and share_prefix affect only speed and memory.

@@ -127,7 +127,7 @@ def collect_samples(run: GrpoRun) -> StepSamples:
 
 
 def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
-    """Samples completions of the step's prompts. Returns the samples and the sampling times."""
+    """Samples completions of the step's prompts. Returns the samples and sampling statistics."""
     settings = run.config.sampling
     examples, prompts = run.draw_prompts()
     empty_samples = sample.new_samples(examples, prompts, settings.groups)
@@ -260,8 +260,8 @@ class Trainer:
 
         callbacks: see reporting/callbacks.py.
 
-        Raises ValueError with a one-line message if the user made a mistake. A new run then leaves
-        no directory.
+        Raises ValueError with a one-line message if the user made a mistake. In this case, no
+        directory is created for a new run.
         """
         callbacks = instantiate_and_check_callbacks(callbacks)
         self.run = trainer.make_or_restore_run_and_open_dir(spec)

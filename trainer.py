@@ -87,9 +87,9 @@ def convert_arguments_and_cache_data(arguments: dict[str, Any]) -> dict[str, Any
     if isinstance(optimizer, optim.Optimizer):
         name = type(optimizer).__name__
         raise ValueError(
-            f"optimizer is a {name} object, which a resumed run could not make again; pass a "
-            f"function that makes it: def make_optimizer(learning_rate): return {name}"
-            "(learning_rate), with optimizer=make_optimizer"
+            f"optimizer is a {name} object, which a resumed run could not make again; define a "
+            f"function that makes it, def make_optimizer(learning_rate): return {name}"
+            "(learning_rate), and pass optimizer=make_optimizer"
         )
     for name in ("data", "eval_data"):
         if not isinstance(arguments.get(name, ""), (str, Path, type(None))):
@@ -132,7 +132,7 @@ def make_run_spec(
     This function creates no directory. Rank 0 reads the files, and sends the results to the other
     ranks.
 
-    Raises ValueError if a file of the user starts this run while another run imports the file.
+    Raises ValueError if a user's file starts this run while Gwen is importing that file.
     """
     functions.refuse_to_start_run_during_import()
 
@@ -183,8 +183,8 @@ def make_or_restore_run_and_open_dir(spec: RunSpec) -> GrpoRun | SftRun:
     """
     Makes the run, restores its checkpoint if there is one, and opens its directory and logs.
 
-    Raises ValueError with a one-line message if the user made a mistake. A new run then leaves no
-    directory.
+    Raises ValueError with a one-line message if the user made a mistake. In this case, no directory
+    is created for a new run.
     """
     if not gc.get_freeze_count():
         # Exclude all imported modules from garbage collection, which would otherwise scan them
@@ -456,14 +456,16 @@ def save_on_interrupt_or_error(run: Any) -> Iterator[None]:
     """
     Saves the run if Ctrl-C, SIGTERM or an error stops the training inside the `with` block.
 
-    The run is saved as it was after the last complete step, and a message says how to continue. The
-    run has no second copy of all weights, because a copy would double the memory. So if Ctrl-C is
-    pressed inside a step, it takes effect only after the step. A second Ctrl-C stops the run at
-    once, and then only the newest checkpoint is left. In a run with adapters, a step that was
-    stopped by an error is undone.
+    The run is saved as it was after the last complete step, and a message says how to continue. A
+    run that trains all weights cannot undo a step, because it keeps no second copy of the weights,
+    which would double the memory. So once a step has begun to change the weights, Ctrl-C takes
+    effect only after this step. A second Ctrl-C stops the run at once. In a run with adapters,
+    which keeps a copy of its small state, a step that was stopped is undone before the run is
+    saved. In other runs, if the step had begun to change the weights, only the newest checkpoint is
+    left.
 
-    If there are several ranks, only rank 0 saves. Raises ValueError if the run could continue with
-    less memory or after the user corrects a mistake, and OSError if the disk failed.
+    If there are several ranks, only rank 0 saves. Raises ValueError if the user can continue the
+    run with less memory or after correcting a mistake. Raises OSError if the disk failed.
     """
 
     def interrupt_now_or_after_step(number: int, *_: object) -> None:
@@ -531,10 +533,10 @@ def exit_on_termination() -> Iterator[None]:
 
 def save_and_describe_stop(run: Any, error: BaseException) -> str:
     """
-    Saves a run that has stopped, unless it stopped inside a step.
+    Saves a run that has stopped. If an unfinished step has changed it, the run is not saved.
 
-    Returns a message that says what happened and how to continue. Raises OSError if the run cannot
-    be saved.
+    Returns a message that says what happened, and how to continue from this state or from the
+    newest checkpoint. Raises OSError if the run cannot be saved.
     """
     cause = describe_cause_of_stop(error)
     if not run.can_be_saved:
@@ -574,9 +576,9 @@ def _explain_how_to_continue(run: Any, error: BaseException | None = None) -> st
 
     error: the error that stopped the run; None if the program left the loop over the steps.
 
-    If memory ran out, the command sets a batch size smaller than the one that failed. If a user's
-    function failed, the advice is to correct it first, and a command that resumes the run accepts
-    the corrected file.
+    If memory ran out, the command contains a flag with which the run needs less memory. If a user's
+    function failed, the advice is to correct the function first, and a command that resumes the run
+    contains --allow-changes, so that the run accepts the corrected file.
     """
     smaller_flag = ""
     correct_first = ""
@@ -759,8 +761,8 @@ def keep_mac_awake() -> None:
     """
     Prevents the Mac from sleeping until this process ends.
 
-    The display may still sleep. While it sleeps, macOS does not stop work that occupies the GPU for
-    a long time.
+    The display may still sleep. This is an advantage: macOS stops work that blocks the display by
+    occupying the GPU for too long, but not while the display sleeps.
     """
     command = ["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]
     # caffeinate runs in a session of its own, so that Ctrl-C does not end it while the run is saved

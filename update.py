@@ -383,7 +383,7 @@ def compute_gradient(learner: Learner, batches: list[Batch]) -> GradientResult:
 
 
 def compute_logprobs_and_stats(learner: Learner, batches: list[Batch]) -> LogprobsAndStats:
-    """The same log-probabilities and statistics as `compute_gradient`, without a gradient."""
+    """Computes the log-probabilities and statistics of `compute_gradient`, but no gradient."""
     counted_batches = count_forwards_with_progress_bar(learner, batches, "update")
     batch_losses = [
         compute_batch_loss_without_gradient(learner, batch) for batch in counted_batches
@@ -429,7 +429,7 @@ def scaled_loss_and_gradient(learner: Learner, batch: Batch) -> tuple[BatchLoss,
 def count_forwards_with_progress_bar(
     learner: Learner, batches: list[Batch], bar_label: str
 ) -> Iterator[Batch]:
-    """Yields the batches, shows a progress bar, and counts the rows in `learner.num_forwards`."""
+    """Yields the batches, shows a progress bar, and adds the rows to `learner.num_forwards`."""
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
     yield from alive.Bar(batches, desc=bar_label, unit="part")
 

@@ -24,9 +24,10 @@ def git_commit_or_empty(checkout: Path) -> str:
     """
     Returns the git commit of a checkout, or "" if the commit is unknown.
 
-    For example, git refuses to read a checkout that belongs to another user ("dubious ownership"),
-    but Gwen can still be installed from such a checkout. If there is no .git, git is not called,
-    because it would report the commit of an enclosing repository.
+    The commit is unknown, for example, if the checkout belongs to another user, because git refuses
+    to read such a checkout ("dubious ownership"). Gwen can be installed from it nevertheless. If
+    there is no .git, git is not called, because it would report the commit of an enclosing
+    repository.
     """
     if not (checkout / ".git").exists():
         return ""

@@ -8,7 +8,7 @@ audit cannot interpret does not count as right.
 
 `--show 50` prints 50 answers from each evaluation. Before a quality figure is published, somebody
 should read fifty of the answers that the figure counts. For the demo task, reading fifty answers
-showed that the first figures were wrong.
+showed that the first quality figures were wrong.
 """
 
 import argparse
@@ -92,8 +92,8 @@ def statement_is_true(statement: str, expected_sum: int, meaningless_words: set[
     A side is a number or a sum of numbers. A side without a number, such as "the answer", has the
     value `expected_sum`. If a statement has only one side, this side must equal `expected_sum`.
 
-    meaningless_words: words that do not change the meaning of a statement. A statement that
-        contains any other word counts as untrue, because its meaning is unknown.
+    meaningless_words: words that do not change the meaning of a statement. A statement counts as
+        untrue if it contains a word that is neither one of these words, nor a number, nor in SIGNS.
     """
     equation = ""
     for word in lowercase_words_and_symbols(statement):
@@ -118,7 +118,7 @@ def sum_of_equation_side(side: str) -> int:
 
 def right_and_right_number_only_fractions(records: Records) -> dict[str, float]:
     """
-    Returns the fraction of right answers, and the fraction in which only the last number is right.
+    Returns the fraction of right answers, and of answers in which only the last number is right.
 
     Both fractions are computed for sampled and for greedy answers. The keys of the result are the
     columns of the printed table.
@@ -157,7 +157,7 @@ def load_untrained_and_newest_answers(run_folders: list[Path]) -> dict[str, Reco
             or len(run.answers_by_step) < 2
         ):
             raise ValueError(
-                f"{run.dir} has no evaluations of --task demo both before and after training; name "
+                f"{run.dir} lacks an evaluation of --task demo before or after training; name "
                 "a demo run that was trained for at least one step with --eval-every above 0"
             )
         by_step = [list(answers.values()) for answers in run.answers_by_step.values()]

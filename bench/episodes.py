@@ -3,9 +3,10 @@ Times conversations that an outside harness plays: `uv run python -m bench.episo
 
 The same conversations are played inside, by `sampler.rollout` with an environment in this process,
 and outside, by a harness in another process that asks Gwen's endpoint for each turn. Both
-environments only return random tokens, and each turn has a fixed length, so the model computes the
-same in both. The table shows the median processor seconds of this process for each of the two ways,
-and the median and the range of the ratio of outside to inside.
+environments return nothing but random tokens, and each turn has a fixed length, so the model does
+the same computation in both. The table shows the median processor seconds that this process uses
+inside and outside. It also shows how many times as many processor seconds this process uses outside
+as inside: the median and the range over all rounds.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def random_ids(rng: np.random.Generator, number: int) -> list[int]:
 
 def make_conversations(args: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
     """
-    Makes the prompt of each conversation, and its replies to the model's turns.
+    Makes the prompt of each conversation, and the environment's replies to the model's turns.
 
     The replies of one conversation are joined into one list of token ids.
     """

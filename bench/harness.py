@@ -2,9 +2,9 @@
 Provides flags, timed runs and summaries for all benchmarks.
 
 The engines take turns, in reverse order in every other round, so that a slowdown of the machine
-affects all engines equally. An engine's peak memory is the most memory in use during its run, minus
-the memory in use before the run, plus the size of the weights. So the figure is the same as if the
-engine had run alone.
+affects all engines equally. To compute an engine's peak memory, the memory in use before its run is
+subtracted from the largest amount in use during the run, and the size of the weights is added. So
+the figure is the same as if the engine had run alone.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def model_directory(model_name: str) -> Iterator[Path]:
 
 def random_texts(tokenizer: Any, word_counts: Sequence[int], seed: int) -> list[str]:
     """
-    Returns one text of random vocabulary words for each number of words.
+    Returns texts of random words of the vocabulary, one text for each number in `word_counts`.
 
     Each word, together with the space before it, is a single token.
     """
@@ -106,7 +106,7 @@ class TimedRun(NamedTuple):
 
 
 def turns_in_alternating_order(items: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Yields (round, item) for each item in each round, reversing the items every other round."""
+    """Yields (round, item) for each item in each round, in reverse order in every other round."""
     for number in range(rounds):
         order = items if number % 2 == 0 else items[::-1]
         for item in order:
@@ -116,7 +116,11 @@ def turns_in_alternating_order(items: Sequence[T], rounds: int) -> Iterator[tupl
 def time_engines_in_turn(
     engines: Mapping[str, Callable[[], Any]], warmup: int, runs: int
 ) -> dict[str, list[TimedRun]]:
-    """Runs engines in turn for `warmup` untimed and `runs` timed rounds; returns the timed runs."""
+    """
+    Runs the engines in turn, and returns the timed runs of each engine.
+
+    The first `warmup` rounds are not timed; the next `runs` rounds are.
+    """
     samples: dict[str, list[TimedRun]] = {name: [] for name in engines}
     order = list(turns_in_alternating_order(list(engines), warmup + runs))
     for round_number, name in alive.Bar(order, desc="measuring", unit="run"):
@@ -136,9 +140,10 @@ def summarize_times_and_peak(
     samples: list[TimedRun], model: gwen.Model, **extra: float
 ) -> dict[str, float]:
     """
-    Returns the times of an engine's runs in ms, its processor time in ms, and its peak in MB.
+    Returns an engine's times, processor time and peak memory, in ms and MB.
 
-    The peak is the largest of all runs, and includes the weights, which every engine needs.
+    The peak memory is that of the run with the largest peak, and includes the weights, which every
+    engine needs.
 
     extra: further figures to include in the result.
     """
@@ -161,7 +166,8 @@ def describe_rival_time_ratios(gwen_samples: list[TimedRun], rival_samples: list
     """
     Describes the rival's times as multiples of Gwen's.
 
-    The text contains the range of the multiples over all rounds, and the multiple of CPU time.
+    For the duration, the text contains the range of the multiples over all rounds. For the CPU
+    time, it contains one multiple for all rounds together.
     """
     pairs = zip(gwen_samples, rival_samples, strict=True)
     ratios = [rival.run.seconds / gwen_sample.run.seconds for gwen_sample, rival in pairs]
@@ -179,7 +185,11 @@ def describe_speed_ratio(ratio: float) -> str:
 
 
 def collect_environment_facts(*packages: str) -> dict[str, Any]:
-    """Returns the device, and the versions of `packages` and of all packages that runs record."""
+    """
+    Returns the device, and the versions of packages.
+
+    These packages are `packages` and those whose versions every run records.
+    """
     recorded = versions.collect_environment_facts(cpu_blas.description)
     package_versions = {name: version(name) for name in packages}
     return {

@@ -4,13 +4,14 @@ Compares how fast Gwen and another engine judge the same answers.
 `bench_rollout.py --benchmark-judge` runs this benchmark. Both engines judge N answers to B
 questions by J criteria. All texts consist of random words. The preamble of the judge's prompt has
 100 words, and each criterion has 16 words. `--prompt-tokens` sets the number of words in a
-question, and `--max-tokens` sets the number of words in an answer. The chat template and the
-judge's tags add further text.
+question, and `--max-tokens` sets the number of words in an answer. The chat template adds further
+text, as do the tags around each question and answer.
 
-The other engine, called the rival, judges by generating replies. The rival gets each prompt as
-token ids, divided into parts that several prompts share. The score is the digit in the rival's
-greedy reply. Gwen's time includes encoding all texts and processing the preamble, and no scores are
-cached. This file does not measure how accurate a judge is (see judge.py).
+The other engine, called the rival, judges by generating replies. The rival gets the token ids of
+each prompt, divided into parts such as the preamble and the question, because several prompts begin
+with the same parts. The score is the digit in the rival's greedy reply. Gwen's time includes
+encoding all texts and processing the preamble, and no scores are cached. This file does not measure
+how accurate a judge is (see judge.py).
 
 Axes: B questions, N answers, J criteria.
 """
@@ -150,9 +151,9 @@ def benchmark_and_print_judging(
     """
     Times judging, prints the results, and returns the record for the benchmark's JSON line.
 
-    Gwen's mode `logits` is compared with the rival's fastest way of judging. Gwen's mode `decode`,
-    which generates full replies, is compared with the rival's fastest way of generating full
-    replies.
+    Gwen's mode `logits`, which computes a score from the probabilities of a reply's first token, is
+    compared with the rival's fastest way of judging. Gwen's mode `decode`, which generates full
+    replies, is compared with the rival's fastest way of generating full replies.
     """
     tokenizer = copy_with_visible_decoding(tokenizer)
     rubric, pairs, work = make_judging_work(args, tokenizer)
@@ -180,7 +181,8 @@ def benchmark_and_print_judging(
         f"warmup={args.warmup} runs={args.judge_runs}"
     )
     print(
-        f"Judge prompts: {num_prompt_tokens} tokens, of which Gwen computes {num_computed}; "
+        f"Judge prompts: {num_prompt_tokens} tokens, of which Gwen computes {num_computed}, "
+        "because it computes each shared beginning of prompts only once; "
         f"at most {REPLY_TOKENS} tokens per reply; chunk size {args.judge_chunk_size}"
     )
     entries = {}

@@ -153,7 +153,11 @@ def refuse_engines_that_disagree(
 
 
 def length_up_to_first_end(ids: list[int], eos_ids: tuple[int, ...], limit: int) -> int:
-    """Returns the length of a completion up to its first end token, or `limit` without one."""
+    """
+    Returns the length of a completion up to and including its first end token.
+
+    Returns `limit` if the completion has no end token.
+    """
     for length, token_id in enumerate(ids, 1):
         if token_id in eos_ids:
             return length
@@ -251,12 +255,13 @@ def parse_flags(argv: list[str] | None, program: str, description: str) -> argpa
     )
     parser.add_argument(
         "--model",
-        help="the model, as in train.py (default: as in train.py with a GPU, otherwise random:30m)",
+        help="the model, as in train.py (default: on a GPU, the default of train.py; "
+        "on a CPU, random:30m)",
     )
     parser.add_argument(
         "--rollout-batch-size",
         type=int,
-        help="the number of rows decoded at once (default: all rows, but at most 64)",
+        help="the number of completions decoded at once (default: all of them, but at most 64)",
     )
     parser.add_argument(
         "--ignore-eos",
@@ -264,7 +269,9 @@ def parse_flags(argv: list[str] | None, program: str, description: str) -> argpa
         help="do not stop at end tokens, so that every completion has --max-tokens tokens",
     )
     parser.add_argument(
-        "--benchmark-judge", action="store_true", help="also time the judging of B x G answers"
+        "--benchmark-judge",
+        action="store_true",
+        help="also time the judging of --batch times --groups answers",
     )
     chunk_size = read_judge_chunk_size_from_environment().get("judge_chunk_size", 24)
     chunk_setting = (chunk_size, 1, "the number of evaluations in a batch of Gwen's judge")

@@ -17,7 +17,7 @@ Qwen3-0.6B. It also assumes that each step trains the same fractions of rows and
 recorded step.
 
 For each variant, the table shows these figures:
-    the mean over its seeds of the last accuracy;
+    the accuracy at the last evaluation, averaged over the seeds;
     the mean gain in accuracy over the first variant, with a 95% interval;
     the median of each cost;
     the median ratio of each cost to the first variant's cost.
@@ -101,7 +101,7 @@ def variant_flags_by_name(task: BenchmarkTask) -> dict[str, str]:
     """
     The flags of each variant, by variant name.
 
-    The first variant trains all completions and all layers.
+    The first variant trains on all completions, with adapters on all layers.
     """
     half_layers = f"--lora-layers {task.num_layers // 2}"
     return {
@@ -219,7 +219,12 @@ def costs_to_reach_accuracy(run: History, accuracy: float) -> dict[str, float]:
 def estimate_scaled_up_seconds_by_chip(
     run: History, steps: list[dict[str, Any]]
 ) -> dict[str, float]:
-    """The estimated seconds of these steps on each of CHIPS, for the MODEL and sizes above."""
+    """
+    The estimated seconds that these steps would take on each of CHIPS, with other sizes.
+
+    The estimate assumes MODEL, BATCH, PROMPT_TOKENS and COMPLETION_TOKENS instead of the model and
+    the sizes of the run.
+    """
     groups = run.settings["groups"]
     model = model_choice.load_config(MODEL)
     settings = {
@@ -340,7 +345,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--line",
         type=float,
-        help="the held-out accuracy to reach (default with --task: as set for the task)",
+        help="the held-out accuracy to reach (default with --task: a value for each task, such as "
+        f"{TASKS['demo'].accuracy:g} for demo; without --task, this flag is required)",
     )
     parser.add_argument("--task", choices=tuple(TASKS), help="train the variants on this task")
     parser.add_argument(
@@ -369,7 +375,10 @@ def choose_variant_flags(task: BenchmarkTask, variant_names: list[str] | None) -
             known = ", ".join(repr(variant) for variant in variants)
             raise ValueError(f"--variants {name!r} is unknown; the variants are {known}")
     if variant_names[0] == TRL:
-        raise ValueError("--variants trl needs a run of another variant; name that variant first")
+        raise ValueError(
+            "--variants trl uses the settings of the variant that is named first; "
+            "name another variant before trl"
+        )
     return {name: variants[name] for name in variant_names}
 
 

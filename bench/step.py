@@ -6,16 +6,18 @@ data type. All trainers get the same prompts in the chat template, and sample G 
 exactly `--max-tokens` tokens per prompt. All trainers use AdamW without a KL term, and a reward
 that takes almost no time. All trainers decode all rows at once.
 
-Each engine runs in its own processes, so that no other engine adds to its peak memory. If Gwen and
-the engine need different versions of a package, the engine's version is used. uv keeps the engines'
-packages in its cache; PyTorch alone takes gigabytes there. TRL runs on the device that PyTorch
-finds; without a GPU, TRL gets as many threads as Gwen, which is one by default. All trainers are
-called through their public functions. A step ends when the trainer calls a callback, or when
-`train.train` yields.
+Each trainer runs in its own processes, so that no other trainer adds to its peak memory. If Gwen
+and another trainer need different versions of a package, the process of the other trainer uses the
+version that this trainer needs. uv keeps the trainers' packages in its cache; PyTorch alone takes
+gigabytes there. TRL runs on the device that PyTorch finds. On a CPU, TRL and Gwen use the same
+number of threads, which is one by default. All trainers are called through their public functions.
+A step of Gwen ends when `train.train` yields, and a step of any other trainer ends when the trainer
+calls a callback.
 
-This file does not cover evaluation, checkpoints or judges. All peaks include the weights. On a CPU,
-TRL's peak is the growth of its process, which includes memory that was freed again. On a GPU, it is
-the memory that PyTorch has allocated at the end. The peaks of the other trainers are the most
+This file does not cover evaluation, checkpoints or judges. All peaks include the weights. On a
+Mac's GPU, TRL's peak is the memory that PyTorch holds after the last step, because PyTorch keeps
+GPU memory that was freed. On other devices, TRL's peak is the largest size of its process, minus
+the size before the model was loaded. The peaks of the other trainers are the largest amounts of
 memory that MLX used.
 
 Axes: B prompts, G completions per prompt, N = B * G rows.
@@ -84,7 +86,7 @@ class StepTimes(list[dict[str, float]]):
         self, completions: list[str], completion_ids: Any = (), **_: Any
     ) -> list[float]:
         """
-        Returns a reward for each completion, through a signature that all trainers can call.
+        Returns a reward for each completion. All trainers can call a function of this signature.
 
         Neighbouring completions get different rewards, so that all rows have a gradient.
         """

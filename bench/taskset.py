@@ -43,7 +43,7 @@ MOST_TURNS = 3
 
 
 def command_of_harness(num_episodes: int) -> str:
-    """Returns the command that plays the taskset in an environment with packages of its own."""
+    """Returns the command that plays the taskset in a Python with packages of its own."""
     tasksets = shlex.quote(str(ROOT / "examples" / "environments"))
     adapter = shlex.quote(str(ROOT / "serving" / "adapters" / "verifiers_harness.py"))
     return (

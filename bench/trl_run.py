@@ -32,10 +32,14 @@ from step import sample
 
 
 class TrlScorerAndRecorder:
-    """Scores TRL's completions with the rewards of a Gwen run, and records and evaluates steps."""
+    """
+    Scores TRL's completions with the rewards of a Gwen run.
+
+    Also records TRL's steps, and evaluates the adapter after some of these steps.
+    """
 
     def __init__(self, run: Any, peft_model: Any, adapter_dir: str):
-        """adapter_dir: the directory into which the trained adapter is saved for Gwen."""
+        """adapter_dir: the directory from which Gwen loads the trained adapter to evaluate it."""
         self.run = run
         self.peft_model = peft_model
         self.adapter_dir = adapter_dir
@@ -47,7 +51,11 @@ class TrlScorerAndRecorder:
     def rewards_by_gwen_run(
         self, *_: Any, completion_ids: list[list[int]], **__: Any
     ) -> list[float]:
-        """A reward function for TRL: the rewards that the Gwen run gives to these completions."""
+        """
+        Returns the rewards that the Gwen run gives to these completions.
+
+        TRL calls this method as its reward function.
+        """
         train: Any = importlib.import_module("train")
         eos_ids = self.run.model.config.eos_ids
         examples, prompts = self.examples_and_prompts[self.run.step]
@@ -85,7 +93,11 @@ class TrlScorerAndRecorder:
 
 
 def train_with_trl(gwen_run_dir: str, new_run_dir: str) -> None:
-    """Trains with the settings of the run in `gwen_run_dir`, and records it in `new_run_dir`."""
+    """
+    Trains with TRL, and records the training in `new_run_dir`.
+
+    gwen_run_dir: the directory of the Gwen run whose settings are used.
+    """
     train: Any = importlib.import_module("train")
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")

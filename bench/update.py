@@ -2,9 +2,9 @@
 Times the update of a GRPO step for several settings: `uv run python -m bench.update`.
 
 All settings train on the same rollouts: B prompts of random tokens, G random completions of each
-prompt, and random rewards. The name of a setting, such as "4 of 8, 15 layers", says what the update
-trains: 4 of every 8 completions, with adapters on the upper 15 layers. The settings take turns,
-each with its own model.
+prompt, and random rewards. The name of a setting, such as "4 of 8, 15 layers", means that the
+update trains on 4 of every 8 completions, with adapters on the upper 15 layers. The settings take
+turns, each with its own model.
 
 This file does not cover rollouts (bench/rollout.py) or whole steps (bench/step.py).
 """
@@ -53,8 +53,8 @@ def list_variants(groups: int, num_layers: int) -> list[TrainedCompletionsAndLay
     """
     Returns the settings to time.
 
-    Each setting trains all, half or a quarter of the completions, with adapters on all layers or on
-    the upper half.
+    Each setting trains on all, half or a quarter of the completions, with adapters on all layers or
+    on the upper half of the layers.
     """
     variants = []
     for num_upper in (None, max(num_layers // 2, 1)):
@@ -138,7 +138,7 @@ def print_table_and_json(args: argparse.Namespace, updates: list[dict[str, Any]]
     print(
         f"update of B={args.batch} G={args.groups} prompt={args.prompt_tokens} "
         f"completion={args.max_tokens} tokens, model={args.model}, median of "
-        f"{args.rounds * args.runs}; cpu_s: processor seconds"
+        f"{args.rounds * args.runs} updates; cpu_s: processor seconds"
     )
     print(table.round(2).to_string())
     record = {"config": vars(args), "settings": table.round(4).to_dict("index")}

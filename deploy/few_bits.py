@@ -4,8 +4,8 @@ Writes a merged model in 8 or 4 bits, and measures how much the rounding changes
 mlx_lm packs the weights. The effect of rounding is measured for a packed directory or a GGUF file,
 in two ways. First, the model is evaluated on held-out problems. Second, the distance that rounding
 moves the model is compared with the distance that training moved the model. Both distances are
-divergences on the model's own answers. The number of changed weights is not informative, because
-rounding changes most weights, but these small changes have little effect in total.
+divergences on the model's own answers. The number of changed weights would not be informative:
+rounding changes most weights, but each change is small, and together they have little effect.
 
 Calibration with data is not implemented here, because mlx_lm has commands for it.
 """
@@ -128,9 +128,10 @@ def measure_and_print_quantization_cost(
 
 def load_config_and_require_problems(run: str | None) -> Config:
     """
-    Returns the settings of a run, after checking that its task has problems.
+    Returns the settings of a run, after checking that its task has problems to solve.
 
-    Raises ValueError if there is no run, or if the run's task has no problems.
+    Raises ValueError if there is no run, or if the run has only replies to imitate, as a run with
+    --loss-type sft may have.
     """
     reason = "the measurement needs --run, with a run whose task has problems to solve"
     if run is None:

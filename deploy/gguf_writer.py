@@ -1,12 +1,13 @@
 """
-Writes GGUF files, which contain a model for llama.cpp, Ollama and LM Studio in 16, 8 or 4 bits.
+Writes a model as a GGUF file with 16, 8 or 4 bits per weight, for llama.cpp, Ollama and LM Studio.
 
 Norms and biases remain in float32. Matrices become F16 at 16 bits and Q8_0 at 8 bits. At 4 bits,
 each matrix gets the type that llama.cpp's Q4_K_M scheme chooses for it. Only llama.cpp's own
-library can pack these types. Without this library, matrices become Q4_0 instead.
+library can convert matrices to these types. Without this library, matrices become Q4_0 at 4 bits.
 
 GGUF files are read in disk/gguf.py. Qwen3.5, SmolLM3 and tokenizers with a split rule that is not
-in `SPLITS` are not supported. Rounding errors are not weighted by sample texts.
+in `SPLITS` are not supported. This file does not use llama.cpp's importance matrix, which measures
+on sample texts how much the rounding error of each weight matters.
 
 Axes: H heads, D dimensions per head, C input width.
 """
@@ -62,6 +63,8 @@ def write_gguf_and_return_summary(
 ) -> str:
     """
     Writes the file NAME-LABEL.gguf into a new folder, and returns a summary for the user.
+
+    NAME is the name of the model. LABEL names the types of the tensors: F16, Q8_0, Q4_K_M or Q4_0.
 
     weights_to_empty: the weights by Hugging Face name. Each weight is removed from the dictionary
         when it is written, so that only one matrix is in memory at a time.
@@ -140,7 +143,7 @@ def choose_tensor_type(
     gguf_name: str, shape: tuple[int, ...], config: ModelConfig, label: str
 ) -> Any:
     """
-    Returns the best type for a tensor (…, C) whose block size divides C.
+    Returns the best type for a tensor (…, C). The block size of this type divides C.
 
     Which tensors get more bits in Q4_K_M, and which types are the fallbacks, is copied from
     https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp.
@@ -236,7 +239,8 @@ def make_gguf_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
         raise ValueError(
             f"--export gguf does not support {config.family.members} yet, "
             f"only {', '.join(reader.ARCHITECTURES)}; "
-            "use --fuse, and convert its directory with llama.cpp's convert_hf_to_gguf.py"
+            "use --fuse instead, and convert the directory that it writes with llama.cpp's "
+            "convert_hf_to_gguf.py"
         )
     metadata = {}
     for attribute, key in reader.KEYS.items():

@@ -1,13 +1,13 @@
 """
-Writes a Modelfile for Ollama, with sampling settings, stop texts and a chat template in Go.
+Writes a Modelfile for Ollama, with sampling settings, stop texts and a chat template.
 
 Ollama does not render Jinja templates. If Ollama has a template of its own that is nearly equal to
 the template in the GGUF file, Ollama uses its own template. Otherwise, Ollama joins the messages
 without their roles. So the chat template is rendered here with marker texts in place of the
 messages, and the pieces between the markers become a template in the syntax of Go's text/template.
 
-This file does not support tools, dates other than today's, or templates that strip spaces around a
-message or thoughts from a message.
+This file does not support tools, or dates other than today's. It does not support templates that
+remove the spaces around a message, or that remove the thoughts in a message.
 
 Source: https://github.com/ollama/ollama, template/template.go and parser/parser.go.
 """
@@ -147,7 +147,7 @@ def render_and_split_at_marks(
 
 
 def render_with_pieces(pieces: TemplatePieces, texts: Sequence[str], system: str | None) -> str:
-    """The text that `GO_TEMPLATE` with the given pieces renders for a conversation."""
+    """The text of a conversation, rendered by `GO_TEMPLATE` with the given pieces."""
     text = pieces.first
     if system is not None:
         text = pieces.system + system + pieces.after_system
@@ -184,8 +184,9 @@ def format_modelfile_messages_or_empty(messages: list[dict[str, Any]]) -> str:
     """
     The messages as lines of a Modelfile, or "" if Ollama would change the messages.
 
-    Ollama joins consecutive messages with the same role, ends a message at triple quotes at the end
-    of a line, and drops characters that it considers unprintable.
+    Ollama joins consecutive messages with the same role. If a line in a message ends with triple
+    quotes, Ollama ends the message there. Ollama also drops characters that it considers
+    unprintable.
     """
     turns = [(message["role"], message.get("tool_calls")) for message in messages]
     num_pairs = len(messages) // 2

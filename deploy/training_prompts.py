@@ -28,7 +28,7 @@ class RunWithOpeningMessages(NamedTuple):
 
 
 def load_run_with_opening_messages(config: Config) -> RunWithOpeningMessages:
-    """Find the messages with which a run's prompts begin by loading the prompts of the run."""
+    """Load the prompts of a run, and find the messages with which all these prompts begin."""
     opening, note = load_shared_opening_and_note(config)
     if opening and opening[0]["role"] == "system":
         return RunWithOpeningMessages(config, opening[0]["content"], opening[1:], note)

@@ -1,5 +1,7 @@
 """
-Reads and writes adapters in two layouts: mlx_lm's, for runs, and PEFT's, for transformers and vLLM.
+Reads adapters in the layouts of mlx_lm and PEFT, and writes adapters in the layout of PEFT.
+
+Runs save their adapters in the layout of mlx_lm. transformers and vLLM read the layout of PEFT.
 
     mlx_lm   adapters.safetensors: NAME.lora_a (C, R) and NAME.lora_b (R, O)
              adapter_config.json: rank and scale
@@ -7,10 +9,10 @@ Reads and writes adapters in two layouts: mlx_lm's, for runs, and PEFT's, for tr
              and .lora_B.weight (O, R)
              adapter_config.json: r and lora_alpha = scale * rank
 
-This file reads both layouts, and converts an adapter to the PEFT layout without loss: tensors are
-transposed but never rounded. NAME is the Hugging Face name of a projection, such as
-"model.layers.0.self_attn.q_proj"; for Qwen3.5, mlx_lm adds the prefix "language_model.". The code
-for adapters inside a model, and for saving the adapter of a run, is in lora.py.
+The conversion to the PEFT layout loses nothing, because tensors are transposed but never rounded.
+NAME is the Hugging Face name of a projection, such as "model.layers.0.self_attn.q_proj"; for
+Qwen3.5, mlx_lm adds the prefix "language_model.". The code for adapters inside a model, and for
+saving the adapter of a run, is in lora.py.
 
 Axes: C input width, O output width, R rank.
 """
@@ -92,7 +94,7 @@ def require_base_model_of_adapter(path: str | Path) -> str:
     """
     Return the name of an adapter's base model.
 
-    Raises ValueError if the configuration of the adapter contains no base model.
+    Raises ValueError if the configuration of the adapter does not name a base model.
     """
     _, config = _find_and_read_adapter_config(path)
     name = _base_model_name(config)
@@ -169,7 +171,11 @@ def _base_model_name(config: dict[str, Any]) -> str | None:
 
 
 def _load_tensors(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]:
-    """Load the tensors of an adapter by name. Raises ValueError if the file has no tensors."""
+    """
+    Load all tensors of an adapter, and return them by name.
+
+    Raises ValueError if the file has no tensors.
+    """
     path = directory / (PEFT_TENSORS if "peft_type" in config else MLX_LM_TENSORS)
     tensors = load_safetensors(path)
     if not tensors:
@@ -214,7 +220,11 @@ def read_lora_adapter(path: str | Path) -> LoraAdapter:
 
 
 def _load_lora_matrices(directory: Path, config: dict[str, Any]) -> dict[tuple[str, str], mx.array]:
-    """Load an adapter's matrices in mlx_lm's layout, by (name of the projection, "a" or "b")."""
+    """
+    Load all matrices of an adapter, and return them in mlx_lm's layout.
+
+    The keys of the result are pairs of the name of a projection and "a" or "b".
+    """
     is_peft = "peft_type" in config
     endings = {"A.weight": "a", "B.weight": "b"} if is_peft else {"a": "a", "b": "b"}
     matrices = {}
@@ -275,7 +285,8 @@ def read_matching_adapter(weights: dict[str, mx.array], path: str | Path) -> Lor
     """
     Read the "lora" adapter at `path`, and check that it fits the weights of a model.
 
-    Raises ValueError if the weights lack a projection of the adapter, or if its shape is different.
+    Raises ValueError if the weights lack a projection of the adapter, or if the adapter's matrices
+    do not fit the shape of the projection.
     """
     adapter = read_lora_adapter(path)
     for name, (matrix_a, matrix_b) in adapter.pairs.items():
@@ -333,7 +344,11 @@ def _replace_by_full_adapter(
 
 
 def write_peft_adapter(adapter: LoraAdapter, directory: Path) -> None:
-    """Write a "lora" adapter to a new directory in the PEFT layout. All ranks must be equal."""
+    """
+    Write a "lora" adapter in the PEFT layout to a new directory.
+
+    The adapter must have the same rank on all projections.
+    """
     (rank,) = {matrix_a.shape[1] for matrix_a, _ in adapter.pairs.values()}
     tensors = {}
     for name, (matrix_a, matrix_b) in sorted(adapter.pairs.items()):
@@ -359,11 +374,11 @@ def write_peft_adapter(adapter: LoraAdapter, directory: Path) -> None:
 
 def fuse_lora_matrices(adapter_tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     """
-    Return the matrices of a "lora" adapter by the names of Gwen's fused parameters.
+    Return the matrices of a "lora" adapter, joined into the matrices of Gwen's fused projections.
 
-    An example of such a name is "layers.0.self_attn.qkv_proj.lora_a". This function is the inverse
-    of `lora.mlx_lm_adapter_weights`: for each fused projection, it joins the B matrices of the
-    parts, and uses the A matrix of the first part, because all parts have the same A matrix.
+    A key of the result is, for example, "layers.0.self_attn.qkv_proj.lora_a". This function is the
+    inverse of `lora.mlx_lm_adapter_weights`: for each fused projection, it joins the B matrices of
+    the parts, and uses the A matrix of the first part, because all parts have the same A matrix.
     """
     adapter = {hub.standard_tensor_name(name): array for name, array in adapter_tensors.items()}
     transposed_b = {name: array.T for name, array in adapter.items() if name.endswith("lora_b")}

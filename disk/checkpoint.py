@@ -3,8 +3,8 @@ Saves and loads checkpoints, from which a run resumes as if it had not been inte
 
     checkpoints/step-000050/adapter/           the adapter in the mlx_lm layout, in float32
     checkpoints/step-000050/state.safetensors  the optimizer; for full fine-tuning also the weights
-    checkpoints/step-000050/state.json         the step, small values, digests of model and data,
-                                               a checksum of all files
+    checkpoints/step-000050/state.json         the step, the loss scale, the settings, digests of
+                                               the model and the data, a checksum of all files
 
 A checkpoint directory is written under a temporary name and then renamed, so that it never appears
 incomplete. If the checksum does not match, the previous checkpoint is loaded instead. A checkpoint
@@ -94,7 +94,11 @@ def save_and_remove_old(
 def _write_checkpoint_files(
     directory: Path, run_dir: Path, state: TrainingState, write_weights: Callable[[Path], IsAdapter]
 ) -> None:
-    """Write the files of a checkpoint to a directory, after forcing the logs of the run to disk."""
+    """
+    Write the files of a checkpoint to a directory.
+
+    Before state.json is written, the logs of the run are forced to disk.
+    """
     is_adapter = write_weights(directory / "adapter")
     arrays = {f"optimizer/{name}": array for name, array in state.optimizer.items()}
     if not is_adapter:
@@ -149,7 +153,8 @@ def copy_adapter_and_update_best(run_dir: str | Path, state: TrainingState) -> N
     """
     Copy the adapter of a saved checkpoint to the directory `adapter` of its run.
 
-    If the step of the checkpoint is the best so far, the adapter is also copied to `adapter-best`.
+    If the best evaluation so far is at the step of the checkpoint, the adapter is also copied to
+    `adapter-best`.
     Identical files are not copied, so that a run can resume on a full disk.
 
     Raises OSError if a file cannot be written; the old file is not changed.
@@ -285,7 +290,8 @@ def choose_and_print_run_to_resume(num_steps: int | None = None, runs: Path = Pa
     """
     Find the newest run that has a checkpoint and is not finished, or else the newest finished run.
 
-    num_steps: the value of --steps, if the flag is given.
+    num_steps: the value of --steps, if the flag is given. A run is then finished if it has taken so
+        many steps. Otherwise, it is finished if it has taken the steps in its own settings.
 
     Raises ValueError if there is no run to resume.
     """
@@ -330,8 +336,8 @@ def digest_of_model_weights(model: Any) -> str:
     """
     Return a digest of the configuration and the weights of a model.
 
-    For each tensor, the digest covers the name, the shape, the dtype, and the sum of all values,
-    whose bits are read as integers for this purpose.
+    For each tensor, the digest covers the name, the shape, the dtype and a sum. To compute the sum,
+    the bits of each value are read as an integer.
     """
     weights = dict(tree_flatten(model.parameters()))
     word_types = {4: mx.uint32, 2: mx.uint16}  # by the number of bytes per value

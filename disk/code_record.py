@@ -1,5 +1,5 @@
 """
-Keeps the code that a run uses in the directory `code` of the run.
+Saves the code of a run, as it is when the run starts or resumes, in the run's directory `code`.
 
 `code/step-000000/` contains the code with which the run started:
 
@@ -8,7 +8,7 @@ Keeps the code that a run uses in the directory `code` of the run.
     notebook.txt  the cells that a notebook has executed
     files.json    the original path of each of the user's files
 
-If a resumed run uses different code, this code is kept in a second directory, whose number is the
+If a resumed run uses different code, this code is kept in another directory, whose number is the
 step at which the run resumed.
 
 This file does not cover the commit and the versions of packages (machine/versions.py).
@@ -116,7 +116,7 @@ def _list_untracked_python_files() -> set[Path]:
 
 def _list_imported_user_files(untracked: set[Path]) -> list[Path]:
     """
-    The files of all imported modules that belong to neither Gwen, a package nor Python.
+    The files of all imported modules that do not belong to Gwen, to a package or to Python.
 
     untracked: the Python files in Gwen's checkout that do not belong to Gwen.
     """

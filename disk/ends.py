@@ -2,9 +2,9 @@
 Finds the tokens that end a completion, and the control tokens inside a completion.
 
 The files of a model may name no end tokens, or end tokens that its chat template does not use. So a
-completion ends at the first of these tokens: the end tokens in the configuration and the tokenizer,
-the token that the chat template adds after a reply, the padding token, the control tokens in
-`KNOWN_ENDS`, and the tokens of `--end-tokens`. Stop texts are handled in sampler.py.
+completion ends as soon as it contains any of these tokens: an end token in the configuration or the
+tokenizer, the token that the chat template adds after a reply, the padding token, a control token
+in `KNOWN_ENDS`, or a token of `--end-tokens`. Stop texts are handled in sampler.py.
 """
 
 import dataclasses
@@ -89,7 +89,8 @@ def copy_with_end_tokens(
     """
     Return a copy of the configuration with all end tokens, and the sources of the added ones.
 
-    The sources say where each added id comes from, by id.
+    The sources are a dictionary: for the id of each added token, it says where the token comes
+    from, such as "the tokenizer's eos_token".
 
     end_tokens: the value of `--end-tokens`.
 
@@ -158,7 +159,8 @@ def control_tokens_in_response(
     """
     Return the control tokens that occur in an answer, sorted and without repetition.
 
-    `THOUGHT_TAGS` are left out unless the last thought tag in the prompt is a closing tag.
+    `THOUGHT_TAGS` are left out, because a model may think in its answer. They are not left out if
+    the last thought tag in the prompt is a closing tag, because the thoughts have then ended.
 
     prompt_ids: the ids of the prompt.
     response_ids: the ids that the model sampled for its answer.

@@ -61,7 +61,7 @@ def load_json_object(path: Path) -> dict[str, Any]:
 
 def load_safetensors(path: Path) -> dict[str, mx.array]:
     """
-    Load the tensors of a safetensors file by name.
+    Load all tensors of a safetensors file, and return them by name.
 
     Raises ValueError if the file is missing, truncated or invalid.
     """

@@ -165,7 +165,9 @@ def make_config_from_metadata(metadata: dict[str, Any], tensors: list[Any]) -> d
 
 def open_gguf_file(path: Path) -> Any:
     """
-    Open a GGUF file and return a reader of the package gguf, with `fields` and `tensors`.
+    Open a GGUF file with the package gguf.
+
+    Returns the package's reader of this file, which has the attributes `fields` and `tensors`.
 
     Raises ValueError if the package is not installed, or if the file is damaged.
     """
@@ -206,14 +208,14 @@ def open_gguf_file(path: Path) -> Any:
             raise ValueError("its bytes are swapped, or its tensors are empty or overlap")
     except Exception as error:  # The package may raise any error of numpy.
         raise ValueError(
-            f"--model {path} is not a complete GGUF file that can be read: {error!s:.200}"
+            f"--model {path} cannot be read as a complete GGUF file: {error!s:.200}"
         ) from error
     return reader
 
 
 def map_tensors_by_hub_name(tensors: list[Any], model_type: str) -> dict[str, Any]:
     """
-    Return the tensors of a GGUF file by Hugging Face name.
+    Return the tensors of a GGUF file in a dictionary, whose keys are their Hugging Face names.
 
     Raises ValueError if a tensor is not supported.
     """
@@ -241,7 +243,7 @@ def load_gguf_weights(
     path: Path, config: dict[str, Any], dequantized_dtype: mx.Dtype
 ) -> dict[str, mx.array]:
     """
-    Load the weights in a GGUF file by Hugging Face name.
+    Load all weights in a GGUF file, and return them by Hugging Face name.
 
     Weights of fewer than 16 bits are dequantized to `dequantized_dtype`.
 
@@ -279,7 +281,8 @@ def transpose_rows_within_heads(rows: mx.array, num_heads: int, inner_width: int
     The row numbers of each head are arranged in a matrix (D / inner_width, inner_width), and the
     matrix is transposed. An inner width of 2 converts the row order of llama.cpp to that of
     Hugging Face; D / 2 converts it back. The orders differ because llama.cpp rotates neighboring
-    rows together, while Hugging Face pairs each row of a head's first half with one of its second.
+    rows together, while Hugging Face rotates each row in the first half of a head together with a
+    row in the second half.
     """
     paired = rows.reshape(
         num_heads, rows.shape[0] // num_heads // inner_width, inner_width, *rows.shape[1:]

@@ -1,10 +1,10 @@
 """
 Finds Hugging Face model directories, and reads their configuration, tensors and tokenizer.
 
-`FAMILIES` describes how the families of models differ. This file checks everything that it reads.
-It refuses other families, mixtures of experts, sliding windows, and quantization by any program
-except mlx_lm; the error message names the unsupported feature. This file also joins and splits the
-tensors of fused projections. The model itself is in gwen.py.
+`FAMILIES` describes how the supported families of models differ. This file checks everything that
+it reads. It refuses all other families, mixtures of experts, sliding windows, and quantization by
+any program except mlx_lm; the error message names the unsupported feature. This file also joins and
+splits the tensors of fused projections. The model itself is in gwen.py.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ class DeltaNetSizes(NamedTuple):
 
     @property
     def query_key_value_widths(self) -> list[int]:
-        """The number of columns of the queries, of the keys and of the values."""
+        """The number of columns of the queries, that of the keys, and that of the values."""
         key_width = self.num_key_heads * self.key_dim
         return [key_width, key_width, self.num_value_heads * self.value_dim]
 
@@ -97,7 +97,8 @@ class DeltaNetSizes(NamedTuple):
         """
         Return the state before the first token, in which all values are 0.
 
-        The state consists of the inputs of the convolution, and of the memories in float32.
+        The state consists of the convolution's inputs at the last `window` - 1 positions, and of
+        the memories in float32.
         """
         inputs = mx.zeros((num_rows, self.window - 1, sum(self.query_key_value_widths)), dtype)
         return inputs, mx.zeros((num_rows, self.num_value_heads, self.value_dim, self.key_dim))
@@ -394,7 +395,7 @@ def read_rope_settings(
         supported = " and ".join(family.rope_types)
         raise ValueError(
             f"config.json has rope type {rope_type!r:.60}; "
-            f"supported for {family.members}: {supported}"
+            f"the supported types for {family.members} are {supported}"
         )
     if rope_type == "default":
         return theta, rotary_fraction, None
@@ -406,7 +407,7 @@ def _read_rope_numbers(
     scaling: dict[str, Any], rope_type: str, max_positions: int
 ) -> dict[str, Any]:
     """
-    Return the numbers of a rope scaling by name. A missing number gets its default value.
+    Return the parameters of a rope scaling. A missing parameter gets its default value.
 
     Raises ValueError if the scaling has an unsupported setting.
     """
@@ -433,8 +434,8 @@ def make_config_json(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     Return the content of a `config.json` for mlx_lm and transformers.
 
     Default values are included, because mlx_lm and transformers have different defaults. The rope
-    settings have the older layout, because mlx_lm reads only the older layout for Qwen2. Only
-    Qwen3.5 needs the newer layout.
+    settings of Qwen3.5 have the newer layout, which it needs. Those of all other families have the
+    older layout, because mlx_lm reads only this layout for Qwen2.
 
     dtype: the data type in which the weights are saved.
     """
@@ -631,7 +632,7 @@ def _convert_norms_and_convolutions(
 
 
 def standard_tensor_name(name: str) -> str:
-    """Return the name of a tensor in a Hugging Face or mlx_lm file in the form "model.layers…"."""
+    """Convert a tensor name from a Hugging Face or mlx_lm file to the form "model.layers…"."""
     name = name.removeprefix(MLX_LM_PREFIX)
     if name.startswith(HYBRID_PREFIX):
         return "model." + name.removeprefix(HYBRID_PREFIX)
@@ -735,7 +736,7 @@ def load_weights_by_hub_name(
     directory: Path, gguf_dtype: mx.Dtype = mx.float32
 ) -> dict[str, mx.array]:
     """
-    Load the tensors in a model directory by Hugging Face name.
+    Load all tensors in a model directory, and return them by Hugging Face name.
 
     gguf_dtype: the data type of weights that are dequantized from a GGUF file.
 

@@ -1,8 +1,9 @@
 """
 Writes the model card, which is a README for the adapter or the merged model of a run.
 
-The card names the model before training, the training data, the held-out figures, and the messages
-to send before a conversation. deploy/ writes the model itself.
+The card names the model before training and the training data. It shows the figures of held-out
+evaluations, and the messages with which a conversation should begin. deploy/ writes the model
+itself.
 """
 
 import json

@@ -106,7 +106,7 @@ def add_and_print_missing_end_tokens(
     config: hub.ModelConfig, tokenizer: Any, name: str | Path, end_tokens: Sequence[str] = ()
 ) -> hub.ModelConfig:
     """
-    Return a copy of the configuration with all end tokens, and print the end tokens that it lacked.
+    Return a copy of the configuration with all end tokens, and print which of them were added.
 
     name: the name of the model, for messages.
     end_tokens: the value of `--end-tokens`.

@@ -90,8 +90,9 @@ def digest_of_path(path: str) -> str:
     Return the first 16 digits of the SHA-256 of a file or directory.
 
     The digest covers the bytes of a file, or the names and sizes of the files in a directory. If a
-    file is larger than LARGE bytes, the digest covers only its size, beginning and end. The weights
-    of a model are compared by another digest later.
+    file is larger than LARGE bytes, the digest covers only its size, beginning and end. So a model
+    may have changed although this digest has not. When a run resumes, the weights of its model are
+    therefore compared by `checkpoint.digest_of_model_weights`.
     """
     digest = hashlib.sha256()
     if os.path.isdir(path):
@@ -111,7 +112,7 @@ def digest_of_path(path: str) -> str:
 
 def make_path_record(paths: Iterable[str], run_dir: Path) -> dict[str, Any]:
     """
-    Return the record for env.json of the directories and files of a run.
+    Return a record of the directories and files of a run, which is saved in env.json.
 
     paths: the paths in the settings of the run.
     """
@@ -164,7 +165,10 @@ def find_and_print_moved_paths(run_dir: Path, candidate_paths: Iterable[str] = (
             moves[old] = equal[0]
             print_once(f"{old} no longer exists; {equal[0]}, which is identical, is used instead")
         elif candidates and candidates[0] in relative_paths:
-            print_once(f"{old} no longer exists, and {candidates[0]} has different content")
+            print_once(
+                f"{old} no longer exists; {candidates[0]} is not used instead, because its content "
+                "is different"
+            )
     return moves
 
 

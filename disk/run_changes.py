@@ -1,5 +1,5 @@
 """
-Records in `changes.jsonl` what was changed when a run was resumed, and from which step on.
+Records in `changes.jsonl` what was changed when a run was resumed, and the step of the resume.
 
 Some changes affect what an evaluation measures, for example a change of the reward. Evaluations
 from before and after such a change cannot be compared. This file does not decide whether a run may
@@ -53,10 +53,11 @@ def find_earlier_and_new_changes(
     Returns the records up to `step`, and a new record for each change since that step's checkpoint.
 
     If a change affects what evaluations measure, its record contains the numbers of evaluations and
-    of held-out answers from before the change. No file is written, because the resumed run may
-    still fail to begin: see `write_changes`.
+    of held-out answers from before the change. This function writes no file, because the resumed
+    run may still fail to begin. `write_changes` writes the records later.
 
-    before, now: the settings, and the digests of the model, data and files, each by name.
+    before: the settings in the checkpoint, and the digests of the model, data and files, by name.
+    now: the settings and digests of the resumed run.
     training_only: the names of the digests that do not affect evaluations.
     """
     # in checkpoints of older versions, the digest of the data covers the held-out problems
@@ -111,7 +112,7 @@ def num_incomparable_evaluations_and_answers(changes: Changes) -> tuple[int, int
 
 
 def describe_changes(changes: Changes) -> str:
-    """Returns the changed names and steps as text, such as "mine.py changed after step 6"."""
+    """Returns text that says what changed after which step: "mine.py changed after step 6"."""
     names_by_step: dict[int, dict[str, None]] = {}
     for change in changes:
         names_by_step.setdefault(change["step"], {})[str(change["setting"])] = None
@@ -122,7 +123,7 @@ def describe_changes(changes: Changes) -> str:
 
 
 def format_yaml_comments(changes: Changes) -> str:
-    """Returns comment lines for `config.yaml`, one for each change and the step of its resume."""
+    """Returns a comment line for each change, for `config.yaml`. Each line names the step."""
     lines = []
     for change in changes:
         was = f"{change['was']!r}".replace("\n", " ")

@@ -99,7 +99,7 @@ def find_config_file(run: str) -> Path:
 
 def load_settings(run: str) -> dict[str, Any]:
     """
-    Load the settings of a run by name, without checking them.
+    Load all settings of a run without checking them, and return them by name.
 
     Raises ValueError if the settings contain no model.
     """
@@ -347,9 +347,10 @@ def read_file_and_function_digests(run_dir: Path) -> dict[str, str]:
 
 def read_parts_set_in_python(run_dir: str | Path) -> dict[str, str]:
     """
-    Return the names of the objects that a Python program set in a run, by attribute of the trainer.
+    Return which objects a Python program gave to a run, such as the function `on_samples`.
 
-    No flag can set these objects.
+    The keys of the result are attributes of the trainer, and the values are the names of the
+    objects. No flag can set these objects.
     """
     parts: dict[str, str] = _read_state_of_newest_checkpoint(run_dir).get("program_parts", {})
     return parts
@@ -412,7 +413,8 @@ def read_log(path: Path, required_keys: Collection[str] = ()) -> Iterator[dict[s
 
     Yields nothing if the file does not exist. A last line that is incomplete is left out.
 
-    required_keys: keys that each record must have besides `step` and the KEYS of this log.
+    required_keys: keys that each record must have, in addition to `step` and to the keys that the
+        constant KEYS contains for this log.
 
     Raises ValueError if a line is damaged or a record lacks a key.
     """
@@ -436,7 +438,7 @@ def read_log(path: Path, required_keys: Collection[str] = ()) -> Iterator[dict[s
 
 class JsonLinesLog:
     """
-    A log file with one JSON object per line, which is flushed after each line.
+    A log file with one JSON object per line. The file is flushed after each line.
 
     If `is_enabled` is False, nothing is written and nothing is read.
     """

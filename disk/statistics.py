@@ -22,9 +22,9 @@ def confidence_half_width(value_by_problem: np.ndarray) -> float | None:
     """
     Half the width of the 95% confidence interval of a mean over problems.
 
-    If all values are 0 or 1, this is the distance from the mean to the farther end of the Wilson
-    interval, which is above 0 even if all values are equal. For other values, the interval is based
-    on Student's t-distribution.
+    If every value is 0 or 1, the result is the distance from the mean to the farther end of the
+    Wilson interval. This distance is above 0 even if all values are equal. For other values, the
+    interval is based on Student's t-distribution.
 
     value_by_problem: one value for each problem. Values that are nan are left out.
 

@@ -1,10 +1,10 @@
 """
-Writes the generated tables in three pages of the docs: `uv run python -m docs.reference`.
+Writes the generated tables into three pages of the docs: `uv run python -m docs.reference`.
 
-The tables are the flags (`docs/reference.md`), TRL's names (`docs/trl.md`), and the models that
-each Mac can train (`docs/memory.md`). Each page has its generated tables between two HTML comments;
-the rest of the page is written by hand. A test fails if a table is out of date, or if a run writes
-a metric that `docs/reference.md` does not explain.
+The tables list the flags (`docs/reference.md`), the names that TRL and PEFT use for Gwen's settings
+(`docs/trl.md`), and the models that each Mac can train (`docs/memory.md`). Each page has its
+generated tables between two HTML comments; the rest of the page is written by hand. A test fails if
+a table is out of date, or if a run writes a metric that `docs/reference.md` does not explain.
 """
 
 import itertools
@@ -86,8 +86,8 @@ def trl_page_text() -> str:
     for title, names in load_foreign_names().items():
         if title in ("values", "older names"):  # these names are not listed on the page
             continue
-        heading = f"## {title[0].upper()}{title[1:]}"
-        lines += table_section_lines(heading, ["name", "here"], renamed_setting_rows(names))
+        rows = renamed_setting_rows(names)
+        lines += table_section_lines(f"## {title}", ["name", "here"], rows)
         for kind in ("same", "missing"):
             of_kind = [name for name, row in names.items() if row[0] == kind]
             if of_kind:

@@ -38,7 +38,7 @@ def assign_rewards_and_verify(
     task: tasks.Task, grader: Grader | None, samples: list[Sample]
 ) -> tuple[list[Sample], np.ndarray, LoggedValues]:
     """
-    Returns the samples with rewards, a value for each (N,), and what the reward functions logged.
+    Returns the samples with rewards, their values (N,), and what the reward functions logged.
 
     With a verifier, a sample's value is the verifier's grade, which is 1 for a right answer.
     Without a verifier, the value is the weighted sum of the rewards. As in training, the mean of
@@ -70,9 +70,10 @@ def mean_kl_to_reference(reference: gwen.Model, samples: list[Sample], temperatu
     """
     Returns an estimate of the KL divergence of the policy from the model before training.
 
-    The estimate, in nats per token, is the mean of k3 = exp(d) - d - 1 over all completion tokens,
-    where d is log reference - log policy, capped at `grpo.LARGEST_KL_LOG_RATIO`. It is computed in
-    float64. `grpo.kl_term` names the source of k3.
+    The estimate, in nats per token, is the mean of k3 = exp(d) - d - 1 over all completion tokens.
+    Here, d is a token's log-probability under the reference minus that under the policy, capped at
+    `grpo.LARGEST_KL_LOG_RATIO`. The estimate is computed in float64. `grpo.kl_term` names the
+    source of k3.
 
     reference: a model that `lora.use_initial_weights` turns into the model before training.
     """

@@ -53,9 +53,9 @@ def load_run_config_and_set_template_date(
 
     After this call, chat templates use the date on which the run started as today's date.
 
-    A run with --loss-type sft does not sample, so its settings for sampling and rewards do not
-    apply to an evaluation. Only its model, task and thinking mode are kept. If `data` is given, the
-    task of such a run becomes "own".
+    If the run has --loss-type sft, only its model, task and thinking mode are kept, because its
+    training used neither sampling nor rewards. If `data` is given, the task of such a run becomes
+    "own".
 
     Raises ValueError if the directory does not contain a run.
     """

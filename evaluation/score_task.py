@@ -73,7 +73,7 @@ class EvalParams(NamedTuple):
 
     @classmethod
     def from_config(cls, config: Config, **changes: Any) -> "EvalParams":
-        """Returns the parameters of a run with these settings, with the `changes` applied."""
+        """Returns the parameters that follow from a run's settings, after applying `changes`."""
         params = cls(
             config.sampling.max_tokens,
             thinking=config.sampling.thinking,
@@ -94,8 +94,8 @@ class EvalParams(NamedTuple):
 
         Raises ValueError if a prompt leaves no room for its completion in the model's context.
 
-        context: the maximum number of tokens that the model can process. kind: what error messages
-        call a prompt.
+        context: the maximum number of tokens that the model can process.
+        kind: the words that error messages use for a prompt.
         """
         encoder = self.toolbox or self.player
         if encoder:
@@ -288,7 +288,11 @@ def make_problem_records(
 def answer_sampled_and_greedy(
     model: gwen.Model, tokenizer: Any, problems: list[Example], params: EvalParams
 ) -> tuple[list[Sample], list[Sample]]:
-    """Returns K samples with entropies and one greedy sample of each problem, as two lists."""
+    """
+    Returns two lists: K samples for each problem, and one greedy sample for each problem.
+
+    Only the samples in the first list have entropies.
+    """
     prompts = params.encode_prompts(tokenizer, model.config.max_position_embeddings, problems)
     lengths = [len(prompt) for prompt in prompts]
 

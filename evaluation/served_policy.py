@@ -1,7 +1,8 @@
 """
 Gets the answers of a model that runs on a server.
 
-Each answer takes one request. Replies are written to a file as they arrive, so that the user never
+Each answer takes one request. Replies are written to a file as they arrive. If an evaluation is
+interrupted and then repeated, the saved replies are loaded from this file, so that the user never
 pays for the same reply twice. The server applies the chat template and samples the answers.
 
 The HTTP client is in judging/server.py, and the rewards are in evaluation/measures.py.
@@ -40,8 +41,9 @@ class ServedPolicy:
     A model that answers problems on the server at `--url`.
 
     name: the name under which the server knows the model.
-    model: the name under which `gwen.load` finds the same model, whose tokenizer is used here.
-    folder: the directory that keeps the replies until all replies have arrived.
+    model: the name under which `gwen.load` finds the same model. Its tokenizer encodes the prompts
+        and the replies.
+    folder: the directory in which replies are saved until evaluate.py has printed the result.
     variables: chat template variables that every request contains.
     """
 
@@ -103,7 +105,11 @@ class ServedPolicy:
         )
 
     def thought_in_think_tags(self, sample: Sample, reply: ChatReplyOrProblem) -> str:
-        """Returns the model's thought inside <think> tags, or "" if the reply has no thought."""
+        """
+        Returns the thought to put before a reply's text, enclosed in <think> tags.
+
+        Returns "" if the reply has no thought.
+        """
         if reply.thought:
             opened = f"<think>\n{reply.thought}\n"
             return f"{opened}</think>\n\n" if reply.text else opened
@@ -119,8 +125,9 @@ class ServedPolicy:
         """
         Returns the request for one answer to a problem.
 
-        The request has no seed, because mlx_lm's server does not batch requests with a seed. The
-        request asks for a single answer, because mlx_lm's server ignores the parameter `n`.
+        The request has no seed, because mlx_lm's server does not batch requests that have a
+        seed. The request asks for a single answer, because mlx_lm's server ignores the parameter
+        `n`.
         """
         request: dict[str, Any] = {
             "messages": chat_template.make_messages(problem["prompt"], problem.get("system")),
@@ -180,7 +187,8 @@ class ServedPolicy:
         """
         Fetches the missing replies, adds them to `replies`, and saves them.
 
-        Requests without a reply are sent again in rounds.
+        All requests without a reply are sent in one round. Such rounds are repeated until every
+        request has a reply.
 
         Raises ValueError if a round brings no reply at all.
         """
@@ -208,7 +216,7 @@ class ServedPolicy:
                     raise ValueError(f"--url {self.server.url}: {last_problem}")
 
     def print_token_count_warning(self, prompt: list[int], served_length: int | None) -> None:
-        """Warns that the server encodes a prompt as more or fewer tokens than training did."""
+        """Prints a warning that the server encodes a prompt in another way than training did."""
         ending = self.tokenizer.decode(prompt)[-60:]
         warning = (
             f"WARNING: the server encoded a prompt as {served_length} tokens, but training encoded "

@@ -1,5 +1,5 @@
 """
-Estimates the memory that a run needs from its settings and its model's configuration alone.
+Estimates the memory of a run, using only its settings and its model's configuration.
 
 Weights, adapters, the optimizer state and Python stay in memory during the whole run. Each step
 also needs memory for three phases: rollout, judging and update. The phases follow one another, so
@@ -7,10 +7,11 @@ the largest phase determines the peak. The estimate assumes that every completio
 the settings allow, and that a step contains the longest prompts.
 
 The bytes of weights, moments, caches and logits are counted exactly. The bytes that a layer keeps
-for its gradient are estimated as the layer's total width times a constant that was measured on a
-CPU. A test checks that the whole estimate is at most 5% below and at most 30% above the measured
-peak. row_memory.py estimates the bytes of one position or one completion, time_estimate.py
-estimates the time of a step, and machine/memory.py measures the memory of this machine.
+for its gradient are estimated as the sum of the widths of the layer's arrays, times a constant that
+was measured on a CPU. A test checks that the whole estimate is at most 5% below and at most 30%
+above the measured peak. row_memory.py estimates the bytes of one position or one completion,
+time_estimate.py estimates the time of a step, and machine/memory.py measures the memory of this
+machine.
 
 Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vocabulary, C hidden,
 H query heads, K kv heads, D head dim, F mlp width.
@@ -48,7 +49,7 @@ from step import batch
 
 
 def gpu_memory_limit(memory_bytes: int) -> int:
-    """The bytes of memory that macOS gives the GPU, for example 11.45e9 on a Mac with 16 GB."""
+    """The bytes that macOS lets the GPU use, for example 11.45e9 on a Mac with 16 GB of memory."""
     return 2 * memory_bytes // 3
 
 
@@ -98,12 +99,12 @@ class RunDemand(NamedTuple):
 
     @property
     def longest_prompt_lengths(self) -> list[int]:
-        """The lengths of as many of the longest prompts as one step has, in ascending order."""
+        """The lengths of the longest prompts, as many as one step has, in ascending order."""
         return sorted(self.prompt_lengths)[-self.config.sampling.batch :]
 
     @property
     def max_tokens_after_prompt(self) -> int:
-        """The maximum number of tokens after a prompt."""
+        """The maximum number of tokens after a prompt, including the results of tools."""
         return self.response_length or self.config.sampling.max_tokens
 
     @property
@@ -118,7 +119,7 @@ class RunDemand(NamedTuple):
 
     @property
     def trained_group_size(self) -> int:
-        """The number of completions per prompt on which an update trains."""
+        """How many completions of each prompt an update trains on."""
         return min(self.config.objective.train_completions or self.group_size, self.group_size)
 
     @property
@@ -189,7 +190,7 @@ def count_parameters(
 
 
 def trained_layer_kinds(model: hub.ModelConfig, settings: ModelSettings) -> tuple[str, ...]:
-    """The kind of each layer in the backward pass, which ends at the lowest layer with adapters."""
+    """The kinds of the layers in the backward pass, from the lowest trained layer upward."""
     if settings.lora_layers is None:
         return model.layer_kinds
     return model.layer_kinds[-settings.lora_layers :]
@@ -197,7 +198,7 @@ def trained_layer_kinds(model: hub.ModelConfig, settings: ModelSettings) -> tupl
 
 def frozen_weight_bytes(name: str, model: hub.ModelConfig, dtype: mx.Dtype) -> int:
     """
-    Return the bytes of the weights of a model that is not trained, such as a judge or a teacher.
+    Return how many bytes a model's weights take if the model is frozen, like a judge or a teacher.
 
     On a GPU, quantized weights stay quantized.
     """
@@ -221,7 +222,7 @@ def estimate_memory(demand: RunDemand, sizes: MemoryDependentSizes) -> MemoryNee
 
 
 def resident_bytes(demand: RunDemand) -> dict[str, int]:
-    """Return the bytes that stay in memory during all phases, by name, such as "weights"."""
+    """Return the bytes of each part, such as "weights", that is in memory during all phases."""
     model = demand.model
     dtype = demand.dtype
     config = demand.config
@@ -289,7 +290,7 @@ def _sft_held_out_sampling_bytes(demand: RunDemand, rows_at_once: int) -> int:
 
     Returns 0 if the run's evaluations do not sample answers.
 
-    The lengths of the conversations stand for the lengths of their prompts, which are shorter.
+    As prompt lengths, the estimate uses the lengths of whole conversations, which are longer.
     """
     config = demand.config
     if not evaluations_sample_answers(config.to_flags()) or not config.evaluation.every:
@@ -398,7 +399,7 @@ def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: Micro
     Return the bytes that the forward and backward passes of a micro-batch need.
 
     num_recomputed: the number of layers, counted from the first trained layer, whose intermediate
-        results are computed again.
+        results are not kept, but computed again in the backward pass.
     """
     model = demand.model
     dtype = demand.dtype
@@ -437,7 +438,7 @@ def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: Micro
 def recomputed_input_bytes(
     demand: RunDemand, num_recomputed: int, micro_batch: MicroBatchSizes
 ) -> float:
-    """Return the bytes of the inputs of layers that are computed again in the backward pass."""
+    """Return the bytes of the inputs from which the backward pass computes layers again."""
     model = demand.model
     column = cache_bytes_per_token(model, demand.dtype)
     position_bytes: float = demand.dtype.size * model.hidden_size
@@ -454,7 +455,7 @@ def recomputed_input_bytes(
 
 
 def logprob_bytes(demand: RunDemand, micro_batch: MicroBatchSizes) -> int:
-    """Return the bytes of the log-probabilities of a micro-batch and of their gradient."""
+    """Return the bytes that a micro-batch's log-probabilities and their gradient need."""
     width = demand.model.hidden_size
     vocabulary = demand.model.vocab_size
     num_tokens = micro_batch.num_rows * demand.max_completion_tokens
@@ -487,8 +488,9 @@ def choose_sizes(
     available memory.
 
     max_rows: the number of completions in the largest rollout or evaluation.
-    available_bytes: None means the memory that the GPU may use. Without a GPU, None means the GPU
-        memory of a laptop with 16 GB, so that the sizes do not depend on the machine.
+    available_bytes: the available memory; None stands for the memory that the GPU may use. Without
+        a GPU, None stands for the GPU memory of a laptop with 16 GB, so that the sizes do not
+        depend on the machine.
     """
     sampling = demand.config.sampling
     if not available_bytes:
@@ -534,7 +536,7 @@ def list_budget_and_recompute_pairs(demand: RunDemand) -> list[tuple[int, int]]:
 
 
 def agree_on_sizes_across_ranks(local_sizes: MemoryDependentSizes) -> MemoryDependentSizes:
-    """Gather the sizes of all ranks, and return sizes that fit into the memory of each of them."""
+    """Gather the sizes of all ranks, and return sizes that fit into the memory of every rank."""
     all_sizes = [MemoryDependentSizes(*values) for values in world.all_gather(list(local_sizes))]
     return MemoryDependentSizes(
         min(sizes.rollout_batch_size for sizes in all_sizes),
@@ -577,7 +579,7 @@ REMEDIES = {  # the name of a part of the memory -> what to do if this part is t
 
 def format_memory_line(demand: RunDemand, sizes: MemoryDependentSizes) -> str:
     """
-    Return a line with the memory that a run needs, its parts, and the memory of the machine.
+    Return a line with the memory that a run needs, in total and by part, and the machine's memory.
 
     If the run does not fit, the line also says which setting to change.
     """

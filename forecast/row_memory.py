@@ -65,7 +65,7 @@ def layer_backward_bytes_per_position(
 
 
 def _delta_net_width(model: hub.ModelConfig) -> int:
-    """The total width of a gated delta net, without the MLP and the hidden states."""
+    """The sum of the widths of a gated delta net's arrays, without MLP and hidden states."""
     assert model.delta is not None
     _, num_heads, key_dim, value_dim, _ = model.delta
     width = (
@@ -99,7 +99,7 @@ def cache_bytes_per_token(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
 
 
 def delta_state_bytes_per_row(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
-    """The bytes of all gated delta nets' states for one row of any length."""
+    """The bytes per row of the states of all gated delta nets, whatever the row's length."""
     if model.delta is None:
         return 0
     layer_state = sum(array.nbytes for array in model.delta.empty_state(1, dtype))
@@ -154,8 +154,8 @@ def choose_rollout_rows(fits_gpu_memory: Callable[[int], bool], max_rows: int) -
     """
     The number of rows that a rollout decodes at once.
 
-    On a GPU, this is `max_rows`, halved until the rows fit into memory. Without a GPU, it is at
-    most USUAL_ROWS, whatever the memory, so that it is the same on every machine.
+    On a GPU, this is `max_rows`, halved until the rows fit into memory. Without a GPU, the number
+    is at most USUAL_ROWS, whatever the memory, so that every machine decodes the same number.
 
     fits_gpu_memory: a function that says whether a number of rows fits into the GPU's memory.
     """

@@ -1,7 +1,8 @@
 """
-Estimates the time of a step, and lists the models that a machine can train, without running them.
+Estimates the time of a step, and lists the models that a machine can train.
 
-This file counts the bytes and FLOPs of each phase, and machine/chips.py converts both to seconds.
+No model is run for this. This file counts the bytes and FLOPs of each phase, and machine/chips.py
+converts both to seconds.
 memory_estimate.py estimates the memory of a run.
 """
 
@@ -40,7 +41,7 @@ PATIENCE = 3600.0  # the maximum number of seconds that a first run should take
 
 
 class UpdateTokenCounts(NamedTuple):
-    """How many tokens an update processes for each purpose."""
+    """How many tokens an update processes as prompts, for training, and only for statistics."""
 
     prompt_tokens: float
     trained_tokens: float  # in completions on which the update trains
@@ -136,7 +137,7 @@ def count_update_flops(
 
     matmul_parameters: the number of parameters in the matrices of layers.
     head_parameters: the number of parameters in the output head.
-    attention_flops: the FLOPs that attention needs for one query, in all layers.
+    attention_flops: the FLOPs that attention needs for one query and all its keys, in all layers.
     """
     config = demand.config
     # A backward pass computes the gradients of inputs, and without adapters also those of weights.
@@ -164,9 +165,10 @@ def format_step_cost_and_time_line(demand: RunDemand, sizes: MemoryDependentSize
     """
     Return a line with the bytes that a step reads, its FLOPs, and its estimated time.
 
-    With a GPU, the time is for this machine. Without a GPU, the line contains the times with 16-bit
-    weights on each of Apple's base chips that has enough memory. If no base chip has enough, the
-    line contains the times on the other chips with enough memory.
+    With a GPU, the time is for this machine. Without a GPU, the weights have 16 bits, and the line
+    contains one time for each of Apple's base chips (such as M4, but not M4 Pro) that is sold with
+    enough memory. If no base chip has enough, the line contains one time for each other chip that
+    has enough.
     """
     if gpu.on_gpu():
         fitting_chips = [chips.look_up_or_measure_chip()]
@@ -191,7 +193,7 @@ def format_step_cost_and_time_line(demand: RunDemand, sizes: MemoryDependentSize
 
 
 def list_chip_lines(demand: RunDemand) -> Iterator[str]:
-    """Yield a table of Apple's chips, with the estimated time of a step in 16 bits on each."""
+    """Yield a table with each of Apple's chips and its estimated time for a step in 16 bits."""
     demand, sizes, fitting_chips = _find_chips_with_memory_for_16_bits(demand)
     costs = estimate_phase_costs(demand, sizes)
     yield f"{'chip':8}  seconds a step in 16 bits"
@@ -205,7 +207,7 @@ def list_chip_lines(demand: RunDemand) -> Iterator[str]:
 def _find_chips_with_memory_for_16_bits(
     demand: RunDemand,
 ) -> tuple[RunDemand, MemoryDependentSizes, list[chips.Chip]]:
-    """Return the demand and the sizes in 16 bits, and the chips sold with enough memory."""
+    """Return the demand with 16-bit weights, its sizes, and the chips with enough memory."""
     demand = demand._replace(dtype=mx.float16)
     sizes = choose_sizes(demand)
     need = estimate_memory(demand, sizes).peak_bytes
@@ -217,7 +219,7 @@ def _find_chips_with_memory_for_16_bits(
 
 def format_phase_times_and_advice(demand: RunDemand) -> str:
     """
-    Format the estimated seconds of a step's phases, and settings that would shorten the update.
+    Format the estimated seconds of a step's phases, and name settings that shorten the update.
 
     With a GPU, the seconds are for this machine. Without a GPU, they are for a base M4 that
     computes in 16 bits.
@@ -311,7 +313,7 @@ def find_models_that_fit(
 
 
 def list_fitting_model_lines() -> Iterator[str]:
-    """Yield a table of the models that this machine can train, and a command to start with."""
+    """Yield a table of the models that this machine can train, and a command for a first run."""
     models = list(
         find_models_that_fit(
             memory.usable_memory_bytes(),

@@ -1,9 +1,9 @@
 """
 Tries the first steps of a run to find out whether the full run is worth starting.
 
-A trial runs train.py for a few steps with a learning rate of 0. So the trial measures the real
-program on this machine, and all answers come from the model before training. memory_estimate.py
-and time_estimate.py estimate memory and time without running the model.
+A trial runs train.py for a few steps, so it measures the real program on this machine. The learning
+rate is 0, so all answers come from the model before training. memory_estimate.py and
+time_estimate.py estimate memory and time without running the model.
 """
 
 import contextlib
@@ -228,7 +228,7 @@ def audit_reward_functions(task: tasks.Task, gate: str) -> Iterator[tuple[str, a
     """
     Audit each reward function of a task. Yields the function's name and the result of its audit.
 
-    Judges and environments are not audited, because this would require running a model.
+    Judges and environments are not audited, because their audit would require running a model.
 
     gate: the value of --reward-gate.
     """
@@ -242,9 +242,10 @@ def verify_answers_to_train_problems(
     task: tasks.Task, answers: list[dict[str, Any]]
 ) -> list[float]:
     """
-    Verify answers to training problems whose right answers are known. Returns the values.
+    Verify answers to training problems whose right answers are known.
 
-    Other answers are left out. Returns an empty list if the task has no verifier.
+    Returns the value that the verifier gives to each of these answers. Other answers are left out.
+    Returns an empty list if the task has no verifier.
 
     answers: records of rollouts.jsonl.
     """
@@ -361,8 +362,8 @@ def rewarded_and_degenerate_fraction(answers: list[dict[str, Any]]) -> float:
     """
     The fraction of the answers that repeat themselves or copy the prompt, and are rewarded.
 
-    An answer counts as rewarded if its reward is above 0, and above the lowest reward unless all
-    rewards are equal.
+    An answer counts as rewarded if its reward is above 0. If rewards differ, the reward must also
+    be above the lowest reward.
     """
     rewards = readable_rewards_or_one_zero(answers)
     highest_unrewarded = 0.0
@@ -456,7 +457,7 @@ def trial_report_lines(
 
 
 def format_some_answers(answers: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each of some answers, with its reward and its prompt."""
+    """Yield a line for each of a few answers, with the reward, the prompt and the answer."""
     for answer in answers[:: max(len(answers) // SHOWN, 1)][:SHOWN]:
         reward = "unreadable" if answer["reward"] is None else f"{answer['reward']:.3g}"
         prompt = shorten_value(last_user_text(answer["prompt"]))
@@ -561,9 +562,12 @@ def explain_form_gate_failures(
     answers: list[dict[str, Any]], gate_keeps_right_answers: bool
 ) -> str:
     """
-    Explain why --reward-gate form removes the rewards of answers.
+    Explain why --reward-gate form takes away the rewards of answers.
 
     Returns "" if the gate is not the reason why rewards are equal.
+
+    gate_keeps_right_answers: whether an answer that consists of a known right answer would keep its
+        reward.
     """
     num_passed = sum(
         form.passes_form_gate(

@@ -131,7 +131,11 @@ def wait_seconds_from_headers(headers: Mapping[str, str], now: float) -> float |
 
 
 def iterate_json_leaves_with_lower_keys(json_value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields every number, string, boolean and null in a JSON value, with its lower-case key."""
+    """
+    Yields every number, string, boolean and null in a JSON value, with its key in lower case.
+
+    An item of a list has the key of the list. Without any key, the key is "".
+    """
     waiting = [("", json_value)]
     while waiting:
         key, value = waiting.pop()

@@ -1,5 +1,5 @@
 """
-A judge's questions, and the evaluations that are read from its replies or their first tokens.
+Questions to a judge, and the evaluations that are read from its replies or their first tokens.
 
 The rules that find a score in a reply's text are in judging/replies.py.
 """

@@ -54,7 +54,7 @@ class Judgement(NamedTuple):
 
 class ScoreCache:
     """
-    Readable scores in order of arrival, by a digest of the judge, the rubric and the question.
+    Readable scores in order of arrival. A digest of judge, rubric and question is the key of each.
 
     The cache also counts the scores that `take_unsaved_records` has already returned.
     """
@@ -81,7 +81,8 @@ class ScoreCache:
             score = record.get("score") if isinstance(record, dict) else None
             if not isinstance(key, str) or type(score) is not float or not 1 <= score <= 5:
                 raise ValueError(
-                    f"a saved judge score is malformed: {reprlib.repr(record)}; remove that line"
+                    f"a saved judge score is malformed: {reprlib.repr(record)}; remove that line "
+                    "from judge_scores.jsonl"
                 )
             self.scores[key] = score
         self.num_taken = len(self.scores)
@@ -260,7 +261,7 @@ class Grader:
         self, evaluations: dict[CriterionQuestion, CriterionEvaluation]
     ) -> None:
         """
-        Raises ValueError if the cache has no score, because no evaluation has been readable.
+        Raises ValueError if no evaluation so far has been readable, so that the cache has no score.
 
         evaluations: the judge's evaluations so far.
         """

@@ -109,7 +109,7 @@ def format_agreement_line(row_name: str, scores: pd.DataFrame) -> str:
 
 def confusion_table(scores: pd.DataFrame) -> pd.DataFrame:
     """
-    A table of counts with a row for each label from 1 to 5, and a column for each judge's score.
+    A table of counts with a row for each label from 1 to 5 and a column for each judged score.
 
     The last column counts unreadable scores.
     """

@@ -1,9 +1,10 @@
 """
 Computes the hidden states at the ends of prompts that share beginnings.
 
-The prompts form a tree of token runs, and each token run is computed only once. The caller splits
-the prompts into token runs (judging/judge_prompts.py) and reads a value at the end of each prompt
-(judge.py). The cache of keys and values is in layers/tree_cache.py.
+Each prompt is split into sequences of consecutive tokens, called token runs. The token runs of all
+prompts form a tree, and each token run is computed only once. The caller splits the prompts
+(judging/judge_prompts.py) and reads a value at the end of each prompt (judge.py). The cache of keys
+and values is in layers/tree_cache.py.
 
 Axes: N prompts, M rows of a batch, L positions of a level, C hidden.
 """
@@ -46,7 +47,8 @@ def make_first_run_nodes(cache_row: int, prompts: dict[int, Prompt]) -> list[Tok
     """
     The nodes for the first runs of prompts that continue one row of the cache.
 
-    Prompts with the same first run share a node, unless this is their last run.
+    Prompts with the same first run share a node. But a prompt that consists of a single run has a
+    node of its own.
 
     prompts: the prompts by index.
     """

@@ -1,10 +1,10 @@
 """
 Reads the score from 1 to 5 in a judge's reply. docs/judge.md gives an example of each rule.
 
-`read_score` tries these rules in order: a labelled score, a number that opens the reply, a weakly
-labelled score, a line with a name and a number, a verdict in a sentence, and a lone number. The
-first rule that applies decides, even if the number that it finds is not a score. Each rule is a
-function.
+`read_score` tries these rules in order: a score in JSON, a labelled score, a number that opens the
+reply, a weakly labelled score, a line with a name and a number, a verdict in a sentence, and a lone
+number. The first rule that applies decides, even if the number that it finds is not a score. Each
+rule is a function.
 
 judging/server.py handles thoughts that a server sends separately from the reply.
 judging/evaluations.py computes scores from the first tokens in mode `logits`.
@@ -33,10 +33,12 @@ def compile_multiline_ignoring_case(pattern: str) -> re.Pattern[str]:
 
 def make_label_regex(labels: str) -> str:
     """
-    A pattern that matches any of the labels, which are separated by spaces.
+    A pattern that matches any of the labels.
 
     A label must be a whole word if its script has spaces between words. Some German labels may also
     be the end of a compound word.
+
+    labels: the labels, separated by spaces.
     """
     names = sorted(map(re.escape, labels.split()), key=len, reverse=True)
     unspaced = [name for name in names if re.search(CJK, name)]
@@ -223,7 +225,7 @@ def remove_scale_descriptions(text: str) -> str:
 
 
 class ScoreAndEndOfNumber(NamedTuple):
-    """A number in a judge's reply."""
+    """The score that a number in a judge's reply stands for, and where the number ends."""
 
     score: int | None  # 1 to 5; None if the number is not a score
     end: int  # the position in the text just after the number
@@ -263,7 +265,11 @@ def score_from_number_match(text: str, number_match: re.Match[str]) -> int | Non
 
 
 def number_at(text: str, position: int) -> ScoreAndEndOfNumber | None:
-    """The number at `position`, which a quote or an article may precede; None if it is missing."""
+    """
+    The number at `position`; None if there is no number.
+
+    A quote or an article may precede the number.
+    """
     value = OPENED_VALUE.match(text, position)
     return ScoreAndEndOfNumber(score_from_number_match(text, value), value.end()) if value else None
 
@@ -328,7 +334,8 @@ def scores_in_json(reply: str) -> Scores:
     """
     Rule: the score is the value of the key `score`, `rating` or a similar label in a JSON object.
 
-    Without such a key, the score is the only number in the JSON objects, if there is only one.
+    If no object has such a key, and the JSON objects contain exactly one number, this number is the
+    score.
     """
     labelled: Scores = []
     overall: Scores = []
@@ -388,9 +395,11 @@ def labelled_scores(text: str) -> Scores:
 
 def scores_after_ambiguous_labels(text: str) -> Scores:
     """
-    Rule: the score is the number after a weak label, if the number may end the statement.
+    Rule: the score is the number after a weak label.
 
     A weak label is a word with other meanings besides a score, such as `note`, `grade` or `answer`.
+    So the number must be a score, and must be followed by the end of the line, a punctuation mark
+    or a word in `AFTER_A_SCORE`.
     """
     plain: Scores = []
     overall: Scores = []

@@ -85,8 +85,9 @@ def read_criterion_entry(entry_label: str, entry: Any) -> Criterion:
     if not _is_valid_criterion_entry(entry):
         raise ValueError(
             f"{entry_label} is {reprlib.repr(entry)}; write exactly a name, a text and a weight "
-            "other than 0 and below a million; put a name or text in quotes if YAML would not read "
-            "it as a string; if 5 is the worst score, add `reverse: true`, with a weight above 0"
+            "other than 0, between minus a million and a million; put a name or text in quotes if "
+            "YAML would not read it as a string; if 5 is the worst score, add `reverse: true`, and "
+            "give a weight above 0"
         )
     reverse = entry.get("reverse", False)
     return Criterion(entry["name"], float(entry["weight"]), entry["text"], reverse)
@@ -110,7 +111,7 @@ def weighted_sum_of_centered_scores(scores: np.ndarray, rubric: Rubric) -> np.nd
     """
     The sum over all criteria of weight * (score - 3) / 2, (N, J) -> (N,).
 
-    Criteria with `reverse` are subtracted instead of added.
+    The term of a criterion with `reverse` is subtracted instead of added.
 
     A criterion whose score is nan does not count, and the weights of the other criteria are scaled
     up to the same total. If all scores of a row are nan, its reward is nan.

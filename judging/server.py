@@ -59,7 +59,7 @@ ABOUT_ROLES = re.compile(r"system|role|template|jinja", re.IGNORECASE)
 
 
 class ServerSettingNames(NamedTuple):
-    """The names of a server's settings in messages: flags and an environment variable."""
+    """How messages call a server's settings: by their flags or their environment variable."""
 
     url: str
     model: str
@@ -151,7 +151,7 @@ class RequestLimiter:
         """
         Resets the running requests and the current pause for a new event loop.
 
-        The limit and the total counts stay.
+        The limit, and the numbers of replies and pauses so far, do not change.
         """
         self.num_running = 0
         self.is_paused = False
@@ -181,7 +181,11 @@ class RequestLimiter:
     async def pause_and_lower_limit(
         self, seconds: float, sleep: Callable[[float], Awaitable[None]]
     ) -> None:
-        """Pauses all requests not yet running. The first pause after a reply halves the limit."""
+        """
+        Pauses all requests not yet running, and halves the limit.
+
+        The limit is not halved again if no reply has arrived since the previous pause.
+        """
         self.limit = self.limit_after_pause
         self.num_pauses += 1
         self.num_pauses_without_reply += 1

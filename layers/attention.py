@@ -37,8 +37,8 @@ def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: Mas
     """
     The reference expression that defines `attention`.
 
-    On a CPU, this expression is also 2.4 times as fast as `mx.fast.scaled_dot_product_attention`
-    (measured at L=110).
+    On a CPU, `attention` uses this expression, because it is 2.4 times as fast as
+    `mx.fast.scaled_dot_product_attention` (measured at L=110).
     """
     return tree_attention_ref(
         queries, [(keys, values)], AttentionMasks([QueryRowsReadingCachePart(mask=mask)])
@@ -185,7 +185,7 @@ def score_gradient(
     """
     Reads both input arrays twice and writes both results, in one launch.
 
-    The second read mostly hits the cache.
+    The second read is mostly served by the GPU's own cache.
     """
     is_masked = isinstance(mask, mx.array)
     mask_array = mask if isinstance(mask, mx.array) else kernels.constant_array(False)
@@ -330,10 +330,10 @@ def slot_attention(queries: mx.array, parts: Parts, masks: AttentionMasks) -> mx
 
     The kernel reads the queries, each slot's own columns, and the columns of each prompt. The first
     slot of a group reads the prompt from memory. The other slots, whose threadgroups run at the
-    same time, read the prompt from the cache. MLX's own kernel would need one copy of the prompt
-    per slot. Two calls of that kernel, one for the prompt and one for the slot's own columns, would
-    give results that cannot be combined, because the kernel does not return the sums of its
-    weights.
+    same time, read the prompt from the GPU's own cache. MLX's kernel would need one copy of the
+    prompt per slot. Two calls of that kernel, one for the prompt and one for the slot's own
+    columns, would give results that cannot be combined, because the kernel does not return the sums
+    of its weights.
     """
     (keys, values), (own_keys, own_values) = parts
     members, places, mask = masks.part_readers[0]

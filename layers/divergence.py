@@ -82,9 +82,9 @@ def sum_divergence_over_tile(
 
     The log-probabilities are (M, tile), and `head_weight` is the student's head for the tile.
     `located_ids` is the result of `lm_head.locate_in_tile`. The first four results, (M, 1) each,
-    belong to the divergence, the id's log-probability, the entropy, and sum(s), where s are the
-    slopes of `divergence_terms_and_slopes`. The last results, (M, C) each, belong to sum(s W) and,
-    unless beta is 0, to sum(q W), where W is the student's head.
+    are added to the divergence, the id's log-probability, the entropy, and sum(s), where s are the
+    slopes of `divergence_terms_and_slopes`. The last results, (M, C) each, are added to sum(s W)
+    and, unless beta is 0, to sum(q W), where W is the student's head.
     """
     index, is_inside = located_ids
     weight = head_weight.astype(mx.float32)

@@ -1,5 +1,5 @@
 """
-Log-probabilities of given tokens from hidden states, without storing the logits of all tokens.
+Computes log-probabilities of given tokens, without storing the logits of all positions at once.
 
 The loss, which is computed from log-probabilities, is in grpo.py.
 
@@ -116,7 +116,7 @@ def token_logprobs(
     The arguments `hidden` (N, T, C), `head_weight` (V, C) and `ids` (N, T) int32 give two results
     (N, T) float32, in nats. No array of shape (N, T, V) or (T, V) is ever created. The logits are
     float32, or have the head's dtype if a kernel reads them. `support` restricts the distribution
-    as in sampling.
+    to the same tokens as in sampling.
     head: if "frozen", only `hidden` gets a gradient; if "trained", `head_weight` also gets one.
     gradient: whether the log-probabilities have a gradient; the entropies have none until
     `entropy.attach_entropy_gradient` attaches one.

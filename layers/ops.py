@@ -44,8 +44,8 @@ def _silu_and_exp_of_minus_x(x: mx.array) -> tuple[mx.array, mx.array]:
 
     Computing silu(x) in this way is three times as fast as with `mx.sigmoid`. Values of x below -40
     are raised to -40, where silu(x) is 0 to within 1e-13. Otherwise, e**-x would overflow at
-    x = -89, and the gradient would be inf * 0. x is converted to float32 because a power of two
-    computed in 16 bits would be off by 2%.
+    x = -89, and the gradient would be inf * 0. x is converted to float32 because `cpu.exp` computes
+    a power of two, which in 16 bits would be off by 2%.
     """
     wide = x.astype(mx.float32)
     power = cpu.exp(-mx.maximum(wide, -40))
@@ -157,8 +157,9 @@ def transposed_product(thin: mx.array, wide: mx.array) -> mx.array:
     """
     Reads `wide` once per 16 columns of `thin`, and writes R * W float32 numbers per 512 rows.
 
-    These partial sums are added afterwards. For 2,048 rows and rank 16, the partial sums take one
-    eighth of the memory of `wide`. MLX's matmul would round the result to 16 bits.
+    The numbers written for 512 rows are partial sums, which are added afterwards. For 2,048 rows
+    and rank 16, the partial sums take one sixteenth of the memory of `wide`. MLX's matmul would
+    round the result to 16 bits.
     """
     num_rows, rank = thin.shape
     width = wide.shape[1]

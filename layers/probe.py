@@ -84,9 +84,10 @@ def largest_relative_attention_error(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: mx.Dtype
 ) -> float:
     """
-    The largest relative error of attention for 1 and for 128 queries, while a gradient is traced.
+    The largest relative error of attention for 1 and for 128 queries.
 
-    The relative error is the norm of the error divided by the norm of the float32 result.
+    Attention is computed while a gradient is traced, as in an update. The relative error is the
+    norm of the error divided by the norm of the float32 result.
     """
     worst = 0.0
     num_keys = 160

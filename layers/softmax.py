@@ -131,9 +131,10 @@ def sample_token_ref(
     candidates in proportion to their weights. The first choice is a group of 32,768 logits, the
     second a block of 1,024 logits in that group, the third 32 logits in that block, and the fourth
     a single logit. The token's probability is the product of the probabilities of the four choices.
-    One Philox block supplies the four numbers. With at most 32 candidates per choice, rounding
-    errors rarely change a choice. When a single number chose among all V tokens, a different order
-    of summation changed the sampled token about once in several hundred draws.
+    The four numbers are one output block of the random number generator Philox. With at most 32
+    candidates per choice, rounding errors rarely change a choice. An earlier version chose among
+    all V tokens with a single number, and a different order of summation changed its token about
+    once in several hundred draws.
     """
     assert logits.shape[-1] <= MAX_VOCABULARY, logits.shape
     num_rows, vocab_size = logits.shape
@@ -180,10 +181,10 @@ def sample_token(
     logits: mx.array, uniforms: mx.array, temperature: float = 1.0
 ) -> TokensLogprobsEntropies:
     """
-    Reads each logit once and one block a second time, and writes 12 bytes per row, in one launch.
+    Reads each logit once, and one block of each row a second time, in a single launch.
 
-    Gumbel-max sampling would read each logit too, and would compute V pairs of logarithms and V / 4
-    Philox blocks.
+    Writes 12 bytes per row. Gumbel-max sampling would also read each logit once. But for each row
+    it would compute V pairs of logarithms, and V / 4 output blocks of the random number generator.
     """
     assert logits.shape[-1] <= MAX_VOCABULARY, logits.shape
     dtypes = [mx.int32, mx.float32, mx.float32]
@@ -230,11 +231,11 @@ def row_logprobs_and_gradients_ref(
     logits: mx.array, ids: mx.array, temperature: float = 1.0
 ) -> LogprobsEntropiesScaledSlopes:
     """
-    What `row_logprobs` returns, and the gradients of the log-probabilities, onehot - p, (M, V).
+    The two results of `row_logprobs`, and slopes from which the caller computes the gradient.
 
-    The gradients are multiplied by SLOPE_SCALE and have the dtype of the logits. To obtain the
-    gradient with respect to the logits, the caller must multiply these gradients by the cotangent
-    of the log-probability and divide them by SLOPE_SCALE and the temperature.
+    The slopes are SLOPE_SCALE * (onehot - p), of the shape (M, V) and the dtype of the logits. Here
+    p contains the probabilities at `temperature`. The gradient with respect to the logits is the
+    slopes times the cotangent of the log-probability, divided by SLOPE_SCALE * temperature.
     """
     onehot = mx.arange(logits.shape[-1]) == ids[:, None]
     slopes = onehot - cpu.exp(log_softmax(logits, temperature))
@@ -254,9 +255,8 @@ def row_logprobs_and_gradients(
     """
     Reads the V logits of each row twice and writes V numbers per row, in one launch.
 
-    The second read mostly hits the cache. Separate kernels for the results and for the gradient
-    would also read the logits twice, and a matmul would have to compute the logits a second time
-    for the gradient.
+    The second read mostly hits the cache. If a separate kernel computed the gradient later, the two
+    kernels would also read the logits twice, and a matmul would have to compute the logits again.
     """
     logprobs, entropies, slopes = _launch_per_row(
         ROW_LOGPROBS_AND_GRADIENTS,
@@ -282,7 +282,7 @@ class TruncationSettings(NamedTuple):
 
     @classmethod
     def from_settings(cls, top_p: float, top_k: int, min_p: float) -> "TruncationSettings | None":
-        """These settings as one object, or None if they allow every token."""
+        """The given settings as one object, or None if they allow every token."""
         support = cls(top_p, top_k, min_p)
         return None if support == cls() else support
 
@@ -316,7 +316,7 @@ def nucleus_threshold(logits: mx.array, top_p: float) -> mx.array:
 
 def truncate_logits(logits: mx.array, support: TruncationSettings) -> mx.array:
     """
-    A copy of the logits with -inf outside the support, (..., V) float32 -> (..., V).
+    A copy of the logits in which excluded tokens have -inf, (..., V) float32 -> (..., V).
 
     top_k keeps the k likeliest tokens and all tokens that tie with the kth token. min_p keeps the
     tokens whose probability is at least min_p times the highest probability. top_p keeps the

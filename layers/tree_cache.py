@@ -23,7 +23,11 @@ from kv_cache import (
 
 
 class TreeLayer:
-    """The keys and values of one layer of a `TreeCache`, by tree level, each (R, K, S, D)."""
+    """
+    The keys and values of one layer of a `TreeCache`.
+
+    Each level of the tree has an array of keys and an array of values, (R, K, S, D) each.
+    """
 
     def __init__(self, parts: Parts):
         self.parts = parts
@@ -84,8 +88,9 @@ class TreeCache(Cache):
 
     A row sees all its ancestors, whose keys and values are stored only once for all descendants.
     A gated delta net stores only the state at the end of each row of the newest level. One forward
-    pass computes all rows of a level, padded on the right. No array is written in place, so
-    gradients can be computed, and several new levels can be attached to the same cache:
+    pass computes all rows of a level, padded on the right. No array is written in place. Gradients
+    can therefore be computed, and `with_new_level` can be called several times on the same cache.
+    In this example, three questions continue the same preamble:
 
         preamble = TreeCache(config.layer_kinds).with_new_level([len(ids)])
         model.hidden(preamble_tokens, preamble)
@@ -106,9 +111,12 @@ class TreeCache(Cache):
         self, row_lengths: list[int], parents: list[int] | None = None
     ) -> "TreeCache":
         """
-        A cache with one more level, whose rows have the given lengths.
+        A new cache with one more level, whose rows have the given lengths.
 
-        parents: the row of the newest level that each new row continues; None for the first level.
+        The new cache contains only those rows of this cache that are ancestors of the new rows.
+
+        parents: for each new row, the index of the row that it continues. These indices refer to
+        the newest level of this cache. If this cache has no level yet, `parents` is None.
         """
         assert not self.rows or len(parents or []) == len(row_lengths), (
             "each new row needs a parent row"
@@ -149,9 +157,10 @@ class TreeCache(Cache):
 
     def attention_masks(self, num_new: int) -> AttentionMasks:
         """
-        The rows and columns of each level that each row of the newest level may read.
+        Masks that say what each row of the newest level may read in every level.
 
-        The mask of the newest level is causal.
+        In earlier levels, a row may read all tokens of its ancestors. In the newest level, a row
+        may read its own tokens, with a causal mask.
         """
         newest_lengths = self.lengths[-1]
         longest = max(newest_lengths)

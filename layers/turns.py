@@ -30,7 +30,11 @@ class RowEpisodes(Protocol):
         """Prepares rows for decoding. A row that already had turns starts over from its prompt."""
 
     def max_tokens_of_next_turn(self, row: int) -> int | None:
-        """The maximum number of tokens in the row's next turn; None if only the row has a limit."""
+        """
+        The maximum number of tokens in the row's next turn.
+
+        None means that the turn has no limit of its own, only the limits of the whole row.
+        """
 
     def end_turn(self, row: int, ids: list[int], logprobs: np.ndarray) -> None:
         """Receives the ids of a turn that has ended. The row then waits for a reply."""
@@ -46,9 +50,12 @@ class RowEpisodes(Protocol):
 
     def take_replies(self, wait: bool) -> dict[int, list[int] | str]:
         """
-        The ids that rows get before their next turns, or the reasons why rows have ended.
+        Returns the replies that are ready, by row.
 
-        If a row has ended in the middle of a turn, the caller drops the tokens of that turn.
+        A reply consists of the ids that the row gets before its next turn. If the row has ended,
+        the reply is the row's finish reason instead. If a row has ended in the middle of a turn,
+        the caller drops the tokens of that turn.
+        wait: whether to wait until at least one reply is ready.
         """
         ...
 
@@ -101,9 +108,9 @@ class TurnScheduler:
     """
     Samples rows that take turns, in the slots of a decoder. A row keeps its slot while it waits.
 
-    A row whose turn has ended gets no token until its reply comes. Meanwhile the row's slot still
-    samples tokens, because a step samples one for every slot, and these tokens are dropped. A row
-    with a finish reason is complete.
+    A row whose turn has ended gets no token until its reply comes. Meanwhile, the tokens that are
+    sampled in the row's slot are dropped, because a decode step always samples a token for every
+    slot. A row with a finish reason is complete.
     """
 
     def __init__(self, decoder: Decoder, prompt_lengths: dict[int, int]):
@@ -138,8 +145,8 @@ class TurnScheduler:
         """
         Samples all turns of all rows.
 
-        After each step, all sampled tokens except the newest are read. When no row is in a turn,
-        the newest token is read too.
+        After each decode step, this function reads all sampled tokens except those of the newest
+        step, which may still be under way. If no row is in a turn, it also reads these tokens.
         """
         while not all(map(self.state.is_over, self.max_positions)):
             if self.is_sampling:
@@ -204,7 +211,7 @@ class TurnScheduler:
 
     def _is_at_limit(self, row: int) -> bool:
         """
-        Whether the row itself has reached a limit. Otherwise, only its turn may have reached one.
+        Whether a row has reached a limit of the whole row, rather than only the limit of its turn.
         """
         state = self.state
         return state.lengths[row] == state.max_tokens[row] or self._positions_left(row) <= 0
@@ -216,7 +223,7 @@ class TurnScheduler:
         self.episodes.receive_unfinished_turn(row, turn, logprobs, reason)
 
     def _drop_unfinished_turn(self, row: int) -> None:
-        """Ends the row's turn without its tokens, if the row is in the middle of a turn."""
+        """If the row is in the middle of a turn, ends this turn and drops its tokens."""
         state = self.state
         if not state.ended[row]:
             state.ended[row] = True
@@ -251,7 +258,7 @@ class TurnScheduler:
         return self.max_positions[row] - len(self.state.sequences[row])
 
     def _begin_turn(self, row: int) -> None:
-        """Lets a row sample up to its limits."""
+        """Begins a row's next turn, and sets the limit at which this turn must end."""
         state = self.state
         end_of_context = state.lengths[row] + self._positions_left(row)
         limit = min(state.max_tokens[row], end_of_context)
@@ -266,7 +273,11 @@ class TurnScheduler:
         return "length" if self.state.lengths[row] == self.state.max_tokens[row] else "context"
 
     def _reuse_or_drop_slots_of_complete_rows(self) -> None:
-        """Gives the slots of complete rows to waiting rows, or drops them if no row waits."""
+        """
+        Gives the slots of complete rows to rows that have no slot yet.
+
+        If there are no such rows, drops the slots instead.
+        """
         complete = self.slots_of_complete_rows
         if not complete:
             return

@@ -26,7 +26,7 @@ _state: dict[str, Any] = {"last": time.monotonic(), "thread": None}
 
 
 class Bar(tqdm):
-    """A progress bar that keeps counting even if it is not drawn, as in a file."""
+    """A progress bar that also counts while it is not drawn, as when output goes to a file."""
 
     monitor_interval = 0  # this module's thread replaces tqdm's monitor thread
 
@@ -129,7 +129,7 @@ class Bar(tqdm):
 
 
 def show_activity(activity: str) -> Bar:
-    """A context manager that shows an activity of unknown duration if it takes long."""
+    """A context manager that prints a line about an activity now and then, and draws no bar."""
     return Bar(desc=activity, disable=True)
 
 
@@ -168,7 +168,11 @@ def record_print_time() -> None:
 
 
 def redraw_bars_or_print_activities() -> None:
-    """Redraws the bars with the current time, or prints a line about the activities."""
+    """
+    Redraws all drawn bars with the current time.
+
+    If the innermost bar is not drawn, also prints a line about the activities of undrawn bars.
+    """
     record_print_time()
     bars = list(_active_bars.values())
     for bar in bars:
@@ -202,7 +206,7 @@ def _register_bar_and_start_thread(bar: Bar) -> None:
 
 def max_silence_on_stderr() -> float:
     """
-    The longest time without output on stderr, in seconds.
+    The time without output on stderr, in seconds, after which the thread shows a sign of life.
 
     The time is shorter in a terminal, where a person watches, than in a file or a pipe.
     """

@@ -3,10 +3,10 @@ Estimates how long a training step takes on Apple's chips from the step's FLOPs 
 
 Each phase of a step needs a certain time to move its bytes at the chip's bandwidth, and a certain
 time to compute its FLOPs at the chip's arithmetic speed. The longer of these two times is the
-estimate for the phase. Both speeds are reduced to the fractions that other programs have reached.
-No step has been measured on a Mac. The estimate ignores kernel launches, which slow down a small
-model, and it ignores rewards, tokenization, evaluation and Python. preflight.py counts the bytes
-and FLOPs.
+estimate for the phase. No program reaches the full speeds of a chip, so both speeds are multiplied
+by the fractions that other programs have reached. No step has been measured on a Mac. The estimate
+ignores kernel launches, which slow down a small model, and it ignores rewards, tokenization,
+evaluation and Python. forecast/time_estimate.py counts the bytes and FLOPs.
 """
 
 import timeit
@@ -36,7 +36,7 @@ class Chip(NamedTuple):
 
     @property
     def is_base(self) -> bool:
-        """Whether this is the smallest chip of its generation, such as M4 beside M4 Pro."""
+        """Whether this is the smallest chip of its generation, like the M4 but not the M4 Pro."""
         return " " not in self.name
 
 

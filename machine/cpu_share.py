@@ -51,7 +51,7 @@ class CpuShare:
         """
         A sentence about the shortage, or "" if the process gets at least half of a CPU core.
 
-        wait_s: the seconds of these phases in which the process waited for other ranks.
+        wait_s: how many seconds of the measured phases the process spent waiting for other ranks.
         """
         elapsed_s = self.elapsed_s - wait_s
         if elapsed_s < MIN_SECONDS or self.cpu_s >= FEW_CORES * elapsed_s:

@@ -21,7 +21,7 @@ def prefill_tokens_per_pass() -> int:
     """
     The number of positions, including padding, in one forward pass of a prefill.
 
-    The numbers are based on measurements that LOG.md describes.
+    LOG.md describes the measurements by which this number was chosen.
     """
     return 2048 if on_gpu() else 256
 
@@ -49,9 +49,9 @@ def without_gradients() -> Iterator[None]:
     """
     Inside the context, `call_with_vjp` calls its operation directly and defines no gradient.
 
-    Sampling and judging use this context, because it halves the time to build a decode step. MLX
-    cannot compute the gradient of a Metal kernel that was called directly, or the gradient of
-    `exp_expression` in machine/cpu.py.
+    Sampling and judging use this context, because without gradients Python needs only half the
+    time to build the computation graph of a decode step. MLX cannot compute the gradient of a Metal
+    kernel that was called directly, or the gradient of `exp_expression` in machine/cpu.py.
     """
     before = _forward_only[0]
     _forward_only[0] = True

@@ -30,7 +30,7 @@ from machine import gpu
 
 class Kernel:
     """
-    A kernel in a `.metal` file of its own, which is compiled when it is first called.
+    A kernel, which has a `.metal` file of its own and is compiled at its first call.
 
     The file contains helper functions, then the line `kernel void NAME() {` and the kernel's body.
     MLX generates the parameters. It adds a parameter for each built-in name, such as
@@ -137,8 +137,8 @@ class Op(Generic[P, R]):
 
     reference: the function that evaluates the expression, which defines the operation.
     launch: the function that runs the kernel.
-    gradient: the function that computes the gradient; by default, the gradient of the reference.
-        All floating-point arrays in the positional arguments get gradients.
+    gradient: the function that computes the gradient. By default, MLX computes the gradient of the
+        reference. All floating-point arrays in the positional arguments get gradients.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ def record_calls_without_kernels() -> Iterator[list[Call]]:
     """
     Inside the context, all operations append their calls to the yielded list.
 
-    The operations then evaluate their expressions and run no kernels.
+    Inside the context, operations evaluate their expressions instead of running their kernels.
     """
     calls: list[Call] = []
     _recorded_calls.append(calls)
@@ -256,9 +256,9 @@ def turn_off_faulty_kernels(calls: list[Call]) -> None:
     """
     Turns off each kernel that fails or disagrees with its expression on one of the given calls.
 
-    The kernels that the gradients of these calls run are checked too. Calls of one operation with
-    equal shapes and dtypes are checked only once. Sizes are compiled into kernels, so a kernel that
-    is right for one model may be wrong, or may fail to compile, for another model.
+    If the gradient of a call runs kernels, these kernels are checked too. Calls of one operation
+    with equal shapes and dtypes are checked only once. Sizes are compiled into kernels, so a kernel
+    that is right for one model may be wrong, or may fail to compile, for another model.
     """
     checked_kinds: set[Any] = set()
     waiting = list(calls)
@@ -282,7 +282,7 @@ def turn_off_faulty_kernels(calls: list[Call]) -> None:
 def _record_gradient_calls(
     op: Op[Any, Any], arguments: tuple[Any, ...], settings: dict[str, Any]
 ) -> list[Call]:
-    """The calls of operations that the gradient of one call makes."""
+    """Computes the gradient of one call, and returns all calls of operations in doing so."""
     with record_calls_without_kernels() as calls:
         results = _array_leaves(op.reference(*arguments, **settings))
         cotangents = [mx.ones_like(result) for result in results]

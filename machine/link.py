@@ -7,9 +7,10 @@ exchange or with the reason why the machine ends. So if one machine ends, all ma
 and know the reason. machine/world.py defines what the machines exchange.
 
 MLX's collectives have two problems. First, Metal's watchdog kills a collective that waits on the
-GPU's stream. So collectives run on the CPU's stream, on copies in plain memory that no stream is
-still writing. Second, if a machine hangs, a collective blocks its thread forever. So collectives
-have a thread of their own, while the main thread handles signals and timeouts.
+GPU's stream. So collectives run on the CPU's stream. They work on finished copies of the data in
+plain memory, and therefore never wait for the GPU. Second, if a machine hangs, a collective blocks
+its thread forever. So collectives have a thread of their own, while the main thread handles signals
+and timeouts.
 """
 
 import atexit
@@ -168,7 +169,7 @@ def imported_code_checksum() -> int:
 
 def signals_that_end_run() -> list[signal.Signals]:
     """
-    The signals that end a run after it has saved its state, with SIGINT first.
+    The signals that make a run save its state and end. The first one in the list is SIGINT.
 
     These signals come from Ctrl-C, a launcher, a scheduler or a closed terminal. Signals that this
     process ignores are not included.

@@ -163,8 +163,8 @@ def write_on_cpu_despite_gpu_errors(
     """
     Calls `write` on the CPU's stream, which works even after an error on the GPU.
 
-    If the call raises an error that comes from earlier GPU work, `write` is called again, at most
-    MOST_ERRORS times in total.
+    If the call raises an error that comes from earlier GPU work, `write` is called again. In total,
+    there are at most MOST_ERRORS calls.
     """
     for errors_left in reversed(range(MOST_ERRORS)):
         try:

@@ -102,7 +102,7 @@ def restore_streams_after_call(function: str) -> Iterator[None]:
     After the block, `sys.stdout` and `sys.stderr` are the same streams as before the block.
 
     If a user's function in the block has replaced a stream, a warning on stderr says so, once
-    for each function. Without this, Gwen would print nothing more.
+    for each function. If the streams stayed replaced, Gwen's later output could be lost.
 
     function: a description of the function, such as "the reward score (mine.py:3)".
     """

@@ -128,7 +128,8 @@ def broadcast_from_rank0(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """
     The arrays of rank 0, returned on every rank.
 
-    All ranks must pass arrays with the same names, shapes and dtypes. Integers must be below 2^24.
+    All ranks must pass arrays with the same names, shapes and dtypes. The arrays are sent in
+    float32, so integers must be below 2^24.
     """
     addends = [array if is_first() else mx.zeros_like(array) for array in arrays.values()]
     summed = all_sum(addends)

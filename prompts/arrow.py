@@ -136,7 +136,11 @@ def _python_value_from_numpy(value: Any) -> Any:
 
 
 def copy_without_null_keys(value: Any) -> Any:
-    """A copy of a value without keys whose value is null, at any depth. Nulls in lists are kept."""
+    """
+    A copy of a value from which all keys with nulls have been removed, however deeply nested.
+
+    Nulls in lists are kept.
+    """
     if isinstance(value, dict):
         return {
             name: copy_without_null_keys(field)
@@ -150,9 +154,9 @@ def copy_without_null_keys(value: Any) -> Any:
 
 def rows_without_inner_nulls(rows: Rows) -> Rows:
     """
-    Copies of rows in which the values of columns contain no keys whose value is null.
+    Copies of rows from which keys with nulls inside the columns have been removed.
 
-    A column whose own value is null is kept.
+    A column that is itself null is kept.
     """
     reduced = []
     for row in rows:
@@ -204,7 +208,7 @@ def looks_written_by_pandas(json_text: str) -> bool:
 
 def count_inner_nulls(value: Any, *, is_row: bool = True) -> int:
     """
-    The number of keys inside a value, at any depth, whose own value is null.
+    How many keys with nulls a value contains, however deeply nested.
 
     is_row: whether the value is a row or a list of rows. A row's own keys are not counted.
     """

@@ -164,10 +164,10 @@ def prepare_messages_for_template(
     tokenizer: Any, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """
-    Copies of the messages, without weights and with thoughts where the template expects them.
+    Copies of the messages, changed so that the template can render them.
 
-    Each thought moves to the key that the template uses for thoughts, or into the content if there
-    is no such key.
+    The key `weight` is removed. Each thought moves to the key that the template uses for thoughts,
+    or into the content if there is no such key.
 
     Raises ValueError if the template does not render a key of a message, or if it does not render a
     tool's result.
@@ -257,7 +257,9 @@ def _raise_if_key_is_not_rendered(tokenizer: Any, messages: list[dict[str, Any]]
     last = messages[-1]
     if _renders_differently(tokenizer, messages, [*messages[:-1], _copy_without_key(last, key)]):
         return
-    fix = "use a model with tools" if key == "tool_calls" else "move it into the content"
+    fix = "move it into the content"
+    if key == "tool_calls":
+        fix = "use a model whose template supports tools"
     raise ValueError(
         f"message {len(messages)}, of role {last['role']}, has {key} {shorten_value(last[key])}, "
         f"which the model's chat template does not render; remove it, or {fix}"
@@ -269,7 +271,7 @@ def _raise_if_result_is_not_rendered(tokenizer: Any, messages: list[dict[str, An
     if not _renders_differently(tokenizer, messages, messages[:-1]):
         raise ValueError(
             f"the model's chat template does not render message {len(messages)}, of role tool, "
-            f"{shorten_value(messages[-1]['content'])}; use a model with tools"
+            f"{shorten_value(messages[-1]['content'])}; use a model whose template supports tools"
         )
 
 
@@ -282,8 +284,8 @@ def shared_opening_and_num_systems(
     """
     The messages with which all prompts begin, and the number of different system prompts.
 
-    "No system prompt" counts as a system prompt. If there are several, the list of messages is
-    empty. A prompt's last message is never included.
+    "No system prompt" counts as a system prompt. If there are several different system prompts, the
+    list of messages is empty. A prompt's last message is never included.
     """
     openings = [
         make_messages(example["prompt"], example.get("system"))[:-1] for example in examples

@@ -48,7 +48,7 @@ PROBLEM = "problem"  # the key under which a conversation keeps the problem to a
 
 
 class TrainingRow(NamedTuple):
-    """A row's token ids, and the positions in the row at which the ids are trained."""
+    """A row's token ids, and the positions of those ids that the model learns to write."""
 
     ids: list[int]
     places: list[int]
@@ -118,9 +118,10 @@ def read_conversation_example(example: Example) -> Example:
     """
     Reads the conversation of one row of a data set.
 
-    In the returned example, `completion` contains the messages from the first reply on, and
-    `prompt` contains the messages before it. A reply before the user's first message is part of the
-    prompt. Messages after the last reply are dropped. docs/warm-start.md lists the columns.
+    The returned example contains messages under `prompt` and `completion`. If the row has these two
+    columns itself, the messages come from them. If the row has a conversation, `completion` begins
+    with the first reply to a message of the user, and `prompt` contains the messages before this
+    reply. Messages after the last reply are dropped. docs/warm-start.md lists the columns.
 
     Raises ValueError if the row has no valid conversation.
     """
@@ -233,8 +234,9 @@ def encode_conversation(
     All replies are trained except replies with weight 0.
     context: the maximum number of tokens in a row.
 
-    Raises ValueError if the ids of a reply are ambiguous, if the template drops a part of a
-    message, or if a row is too long.
+    Raises ValueError if it is unclear which ids belong to a reply (for example because a token
+    contains the end of the prompt and the beginning of the reply), if the template drops a part of
+    a message, or if a row is too long.
     """
     prompt = example["prompt"]
     messages = prompt + example["completion"]
@@ -319,7 +321,7 @@ def _encode_training_row(
     if ids[:num_prompt] != prompt_ids:
         raise ValueError(
             f"the beginning of {quoted_reply} and the end of its prompt form one token; remove "
-            "white space there"
+            "white space at the beginning of the reply"
         )
     ends = [place for place in range(num_prompt, len(ids)) if ids[place] in end_ids]
     if len(ends) != 1 or tokenizer.decode(ids[ends[0] + 1 :]).strip():
@@ -350,7 +352,7 @@ def _raise_if_reply_is_incomplete(
         if call["function"]["name"] not in rendered_reply:
             raise ValueError(
                 f"the chat template drops the call of {call['function']['name']}; "
-                "use a model with tools"
+                "use a model whose template supports tools"
             )
 
 

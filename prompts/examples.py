@@ -89,8 +89,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 def copy_as_json(label: str, value: Any) -> Any:
     """
-    A copy of a value, made by converting the value to JSON and back, so that a checkpoint can store
-    it.
+    Converts a value to JSON and back, and returns the resulting copy, which a checkpoint can store.
 
     label: the beginning of the error message, such as "get_state returned". Raises ValueError if
     JSON cannot express the value.

@@ -54,7 +54,7 @@ def read_records(spec: str, notes: list[str] | None = None) -> Records:
 
 
 def refuse_missing_file(spec: str) -> None:
-    """Raises ValueError if the name in `spec` has the suffix of a data file that does not exist."""
+    """Raises ValueError if a name in `spec` has the suffix of a data file but names no file."""
     for name in spec.split(","):
         if Path(name).suffix.lower() in _READERS and not os.path.exists(name):
             raise ValueError(f"--data {name}: there is no such file")
@@ -115,10 +115,10 @@ def _without_arrow_nulls_if_by_pandas(
     spec: str, content: bytes, records: Records, notes: list[str] | None
 ) -> Records:
     """
-    Returns the records. If `Dataset.to_json` seems to have written the file, the nulls that Arrow
-    added are left out.
+    Returns the records unchanged if they do not look as if Arrow had added nulls to them.
 
-    If the file seems to contain nulls from Arrow, a note is appended to `notes`.
+    Otherwise, appends a note to `notes`. The nulls are then removed if `Dataset.to_json` seems to
+    have written the file, and kept if another program seems to have written it.
     """
     rows = [record for _, record in records]
     if not arrow.looks_filled_with_nulls(rows):
@@ -186,8 +186,8 @@ def _looks_like_utf16(content: bytes) -> bool:
     """
     Whether the content of a file without a byte order mark looks like UTF-16.
 
-    In UTF-16, a Latin character consists of two bytes, one of which is zero: in one file, always
-    the first, or always the second.
+    In UTF-16, a Latin character consists of two bytes, one of which is zero. The byte order of the
+    file decides whether this is always the first byte or always the second byte.
     """
     start = content[: 2**16]
     fewer, more = sorted([start[::2].count(0), start[1::2].count(0)])
@@ -247,8 +247,8 @@ def parse_jsonl_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
 
 def _parse_json_list_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
     """
-    The records in the content of a JSON file, which must be a list. Raises ValueError if the
-    content is JSON lines or is not a list.
+    The records in the content of a JSON file, which must be a single JSON list. Raises ValueError
+    if the content is JSON lines or any other JSON value.
     """
     text = decode_utf8_file(spec, content)
     all_lines = text.strip().split("\n")

@@ -93,7 +93,7 @@ def load_training_and_held_out(
 def _without_repeated_rows(examples: list[Example]) -> list[Example]:
     """
     The examples without repeated rows. If the examples use environments, all rows are kept, because
-    each row may get a different task.
+    an environment may give a different task to each of several equal rows.
     """
     if any("environment" in example for example in examples):
         return examples
@@ -119,7 +119,8 @@ def split_examples(
     these prompts are still in the data, they are held out again, and all other prompts are used for
     training.
 
-    Raises ValueError if the column `split` has any other value.
+    Raises ValueError if the column `split` contains a value other than "train", "held_out", "test"
+    and "validation".
     """
     if _has_split_column(examples):
         wrong = [example["split"] for example in examples if example["split"] not in SPLITS]
@@ -151,8 +152,8 @@ def _notes_on_kept_or_replaced_held_out(
     examples: list[Example], held_out_keys: Collection[str]
 ) -> list[str]:
     """
-    A list with one note if a run cannot keep its held-out prompts, or if a new run would hold out
-    different prompts.
+    A list with one note if a run cannot keep its held-out prompts, or if it keeps them although a
+    new run would hold out different prompts. Otherwise, the list is empty.
     """
     if not held_out_keys:
         return []

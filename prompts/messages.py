@@ -491,9 +491,11 @@ def conversation_column_name(example: Example, *, is_sft: bool = False) -> str |
     The name of the column with a row's whole conversation; None if there is no such column, or if
     the row has a separate prompt.
 
-    is_sft: whether to prefer a conversation to a prompt without a completion, because some data
-    sets repeat the conversation's first message as the prompt. If false, the prompt is preferred,
-    unless the prompt itself is a ShareGPT conversation that ends with a reply.
+    is_sft: whether the row is for supervised fine-tuning. If true, a prompt without a completion
+    does not count as a separate prompt, because some data sets repeat the first message of the
+    conversation in the column `prompt`. If there is no other conversation, a prompt that is a list
+    is itself the conversation. If false, a prompt counts as a separate prompt, unless it is a
+    ShareGPT conversation that ends with a reply.
     """
     column = next((name for name in CONVERSATIONS if example.get(name) is not None), None)
     prompt = example.get("prompt")

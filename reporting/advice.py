@@ -52,7 +52,7 @@ REPLIES_TOO_FAR = (
 
 
 def is_supervised(settings: Mapping[str, Any]) -> bool:
-    """Whether the run learned given replies, so that training used no reward."""
+    """Whether the run was supervised fine-tuning, which learns given replies without rewards."""
     return settings.get("loss_type") == "sft"
 
 
@@ -290,7 +290,8 @@ def command_to_double_steps(run: History) -> str:
     """
     Returns the command that resumes a run and doubles its number of steps.
 
-    If train.py cannot load the run's functions or objects, returns an instruction for Python.
+    If train.py cannot load the run's functions or objects, returns an instruction that names the
+    Python calls to make instead.
     """
     num_steps = 2 * run.evals[-1]["step"]
     place = functions.only_place_that_has_functions(run.settings)

@@ -1,10 +1,10 @@
 """
 Compares a run's answers to the same held-out problems before and after training.
 
-The comparison covers the length of the answers, copying, repetition and words, and whether wrong
-answers get the highest reward. A change in the answers may reveal that the model games its reward.
-This file does not cover the accuracy or score (difference.py), or the verdict, which is based on
-these changes (verdict.py).
+The comparison covers how long the answers are, how much they copy and repeat, which words they use,
+and whether wrong answers get the highest reward. A change in the answers may reveal that the model
+games its reward. This file does not cover the accuracy or score (difference.py), or the verdict,
+which is based on these changes (verdict.py).
 """
 
 import itertools
@@ -70,7 +70,8 @@ def text_of_last_model_turn(answer: dict[str, Any]) -> str:
     """
     Returns the text of the model's last message in a conversation, or else the completion.
 
-    Tool calls that could be read are left out, so the text is "" if there is nothing else.
+    The text does not include tool calls that Gwen could parse. If the message contains nothing
+    else, the text is "".
     """
     messages = answer.get("messages", [[]])[0]
     replies: list[str] = [
@@ -178,10 +179,11 @@ def describe_words_used_more(
 
 def quote_words_and_opening(text: str) -> set[str]:
     """
-    Returns each word and punctuation mark of a text in quotes, and a phrase with its first words.
+    Returns the words, the punctuation marks and the opening of a text, each in quotation marks.
 
-    An example of the phrase is 'the opening "let me think"'. An escape, such as the `\\d` of a
-    regular expression, counts as one word.
+    The opening consists of the first words, as in 'the opening "let me think"'. A text without
+    further words has no opening. An escape, such as the `\\d` of a regular expression, counts as
+    one word.
     """
     escapes = ESCAPE.findall(text)
     text = ESCAPE.sub(" ", text)
@@ -201,8 +203,9 @@ def describe_right_answers_never_given(answers: Records) -> list[str]:
     """
     Returns a line that names right answers that the model never gave, the most common first.
 
-    The line names only answers that are right for at least two problems. Returns no line unless the
-    task is a classification and an answer is missing.
+    The line names only answers that are right for at least two problems. Returns no line if the
+    model gave all of these answers. Also returns no line if the problems have too many different
+    right answers to be a classification.
     """
     kinds = Counter(str(answer["answer"]) for answer in answers if answer.get("answer") is not None)
     if len(kinds) > min(MOST_KINDS, kinds.total() / LEAST_PROBLEMS_PER_KIND):

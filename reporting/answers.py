@@ -51,7 +51,7 @@ def load_answers_of_file_or_newest_of_run(path: str) -> Answers:
 
 
 def describe_metric(answers: Answers) -> str:
-    """Returns what the values measure: "right answers", or "the score by" and reward names."""
+    """Returns what the values measure, such as "right answers" or "the score by rubric"."""
     record = next(iter(answers.values()), {})
     if "reward" in record:
         return "right answers"

@@ -1,9 +1,11 @@
 """
-Calls a Python program's callbacks at events with the same names as in Hugging Face's trainers.
+Calls the callbacks of a Python program at the events of a run.
 
-A callback is an object with any of the methods in EVENTS. Each method is called as
-`on_step_end(args, state, control, **kwargs)`, so a `transformers.TrainerCallback` works too. This
-file does not cover experiment trackers (trackers.py).
+The events have the same names as in Hugging Face's trainers. A callback is an object with any of
+the methods in EVENTS. Each method is called as `on_step_end(args, state, control, **kwargs)`, so a
+`transformers.TrainerCallback` works too.
+
+This file does not cover experiment trackers (trackers.py).
 """
 
 import contextlib

@@ -224,7 +224,7 @@ def add_band_and_thin(
     steps_values_half_widths: np.ndarray, band_limits: tuple[float, float]
 ) -> np.ndarray:
     """
-    Returns the steps, values, lower ends and upper ends of a curve's points, (4, n).
+    Returns the step, the value, and the lower and upper end of the band at each point, (4, n).
 
     If there are more than MOST_POINTS points, neighbouring points are averaged.
 

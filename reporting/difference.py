@@ -57,7 +57,8 @@ class MeanChange(NamedTuple):
         """
         BETTER or WORSE if the interval excludes 0, otherwise SAME or FEW.
 
-        SAME means that both ends of the interval are close to 0, as MARGIN defines it.
+        SAME means that both ends of the interval are close to 0, as MARGIN defines it. FEW means
+        that the interval is too wide to tell, because there are too few problems.
         """
         if self.low > 0:
             return BETTER
@@ -72,7 +73,7 @@ class MeanChange(NamedTuple):
         The number of problems needed to detect a difference of this size with a power of 80%.
 
         The number is POWER s^2 / d^2. Here s is the standard deviation of the differences, and d is
-        this difference or MARGIN times the span, whichever is larger.
+        this difference or MARGIN times the range of the values, whichever is larger.
         Source: Chow, Shao and Wang, Sample Size Calculations in Clinical Research, 3.1.
         """
         confidence_half_width = (self.high - self.low) / 2
@@ -128,8 +129,10 @@ def loss_decrease(
     Returns how much the held-out loss fell between two evaluations of the same conversations.
 
     An evaluation has a pair (nats, tokens) for each conversation. The decrease of the loss is a
-    ratio of two sums over the conversations, so its interval is computed as for a ratio. Returns
-    None if there are fewer than two conversations, or if the conversations are not the same.
+    ratio of two sums over the conversations: the decrease of the nats, and the tokens. Its interval
+    comes from the residuals, which are each conversation's decrease of the nats minus the ratio
+    times the conversation's tokens. Returns None if there are fewer than two conversations, or if
+    the conversations are not the same.
     """
     first_losses = np.reshape(first_evaluation.get("eval/losses") or [], (-1, 2))
     last_losses = np.reshape(last_evaluation.get("eval/losses") or [], (-1, 2))

@@ -214,7 +214,7 @@ def describe_slow_steps(steps: Records) -> str:
 
 def has_falling_training_loss(steps: Records) -> bool:
     """
-    Whether the loss still fell clearly between the third and the last quarter of the steps.
+    Whether the loss still fell clearly from the third to the fourth quarter of the steps.
 
     The fall must be at least `LEAST_FALL` of the third quarter's mean, and at least twice the
     standard error of the fall.
@@ -245,7 +245,7 @@ def mean_completion_fraction_by_control_token(records: Records) -> dict[str, flo
 
 
 def measured_values(records: Records, key: str) -> list[float]:
-    """Returns the values of a key, without the records in which the key is missing or null."""
+    """Returns the values of a key in those records in which the key is present and not null."""
     return [record[key] for record in records if record.get(key) is not None]
 
 

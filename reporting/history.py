@@ -73,9 +73,10 @@ class History:
     @functools.cached_property
     def digest_by_file_name(self) -> dict[str, str]:
         """
-        Digests of the files and functions that the settings name, by the name of the file.
+        Digests of the files and functions that the settings name, by file name or function name.
 
         env.json has the digests of files, and the checkpoints have those of a program's functions.
+        If several files in different directories have the same name, their digests are joined.
         """
         digests: dict[str, str] = {}
         for path, digest in run_files.read_file_and_function_digests(self.dir).items():
@@ -85,12 +86,16 @@ class History:
 
     @functools.cached_property
     def parts_set_in_python(self) -> dict[str, str]:
-        """The names of the objects that only a Python program can set, by attribute."""
+        """The names of objects that a Python program set in the trainer, by trainer attribute."""
         return run_files.read_parts_set_in_python(self.dir)
 
     @functools.cached_property
     def with_comparable_evals(self) -> "History":
-        """The run with only the evaluations since a resume last changed what they measure."""
+        """
+        The run without the evaluations that cannot be compared with the newest one.
+
+        If a resume changed what evaluations measure, earlier evaluations are left out.
+        """
         num_evals, num_answers = run_changes.num_incomparable_evaluations_and_answers(self.changes)
         if not num_evals:
             return self
@@ -155,7 +160,11 @@ def format_prompt_safely(prompt: Any) -> str:
 
 
 def split_and_mark_new_words(before: str, after: str) -> list[tuple[str, bool]]:
-    """Splits `after` into words, spaces and punctuation; True marks a piece not in `before`."""
+    """
+    Splits `after` into words, spaces and punctuation, and marks the new pieces.
+
+    The mark is True if a piece does not occur in `before`. White space is never marked as new.
+    """
     old = set(WORD.findall(before))
     return [(piece, not piece.isspace() and piece not in old) for piece in WORD.findall(after)]
 

@@ -234,7 +234,7 @@ def rollout_and_reward_metrics(
 
 
 def reward_metrics(step_samples: StepSamples) -> dict[str, float | None]:
-    """Returns the means of the rewards, of their components, and of the values that rewards log."""
+    """Returns the means of rewards, reward components and values that reward functions log."""
     samples = step_samples.samples
     logged = step_samples.logged
     assert logged
@@ -331,7 +331,7 @@ def tool_metrics(
     samples: list[Sample], stats: RolloutStats, tool_names: Sequence[str] = ()
 ) -> dict[str, float]:
     """
-    Returns the metrics of conversations with tools, or an empty dictionary without tools.
+    Returns the metrics of conversations with tools; empty if no sample is such a conversation.
 
     tool_names: all tools of the run. If there are several, the calls of each are counted too.
     """
@@ -357,7 +357,7 @@ def tool_metrics(
 
 
 def format_past_warning(warning: dict[str, Any], are_answers_still_cut_off: bool) -> str:
-    """Returns the line of a run's summary about one of its warnings."""
+    """Returns the line with which the summary at a run's end repeats an earlier warning."""
     line = f"warning after step {warning['step']}: {warning['name']}"
     if warning["name"] == health.CUT_OFF_NAME and not are_answers_still_cut_off:
         line += ", but at the end no more than half of the answers were cut off"
@@ -425,8 +425,9 @@ class Journal:
 
         changes: records of what was changed when the run was resumed. They are written after the
         first figures of the resumed run. None means the records in the run's directory.
-        keep_scores: whether to keep the judge's scores from after `step`. A paid judge's scores are
-        kept. A local judge computes its scores again, so that the run repeats bit for bit.
+        keep_scores: whether to keep the judge's scores from after `step`. The caller sets this for
+        a paid judge, whose scores cost money. A local judge computes its scores again, so that the
+        run repeats bit for bit.
         """
         self.config = config
         self.dir = run_dir
@@ -556,7 +557,7 @@ class Journal:
             self.warn_once(number, health.RunWarning("failed episodes", text))
 
     def _tell_once_about_missing_rewards(self, number: int, samples: list[Sample]) -> None:
-        """Prints and logs, only once, how many completions of a step no reward function scored."""
+        """Prints and logs, only once, how many completions of a step have no reward."""
         if samples[0].imputed_components.keys() <= {"rubric"}:
             return  # the judge has a warning of its own
         num_missing = sum(np.isnan(sample.reward_or_nan_if_unreadable) for sample in samples)
@@ -610,7 +611,7 @@ class Journal:
             print_line_to_stderr(f"WARNING after step {step}: {new_warning.text}.")
 
     def record_warning_once(self, step: int, new_warning: health.RunWarning) -> bool:
-        """Records a warning for the run's page. Returns False if the log already has it."""
+        """Records a warning for the run's page. If it is already recorded, only returns False."""
         if new_warning.name in {warning["name"] for warning in self.warnings.read()}:
             return False
         self.warnings.write({"step": step} | new_warning._asdict())
@@ -629,7 +630,12 @@ class Journal:
             print_line_to_stderr(f"slow after step {step}: {shortage}.")
 
     def _record_and_warn_of_resume_changes_once(self) -> None:
-        """Writes what was changed on a resume, and warns of it, now that the run has begun."""
+        """
+        Records what was changed on a resume, and warns of it.
+
+        This happens when the resumed run has its first figures, so that a resume which fails
+        earlier leaves no record.
+        """
         if self.has_written_changes:
             return
         self.has_written_changes = True
@@ -656,7 +662,7 @@ class Journal:
 
     @property
     def comparable_evaluations(self) -> list[dict[str, Any]]:
-        """The evaluations since the last resume that changed what evaluations measure."""
+        """The evaluations that came after the newest change in what evaluations measure."""
         num_before, _ = run_changes.num_incomparable_evaluations_and_answers(self.changes)
         return self.evaluations[num_before:]
 
@@ -709,8 +715,8 @@ def warning_of_measure_change(change: dict[str, Any]) -> health.RunWarning:
     return health.RunWarning(
         f"{name} changed after step {change['step']}",
         f"The run was resumed after step {change['step']} with a change: {name}. The change can "
-        "affect every held-out figure, so the model is evaluated again at this step, and is not "
-        "compared with earlier evaluations",
+        "affect every held-out figure, so the model is evaluated again at this step, and the new "
+        "figures are not compared with those of earlier evaluations",
     )
 
 

@@ -185,7 +185,7 @@ PLACE_IN_LINE = re.compile(rb'\{"step": (\d+), "group": (\d+),')
 
 
 def read_completion_lines(path: Path) -> Iterator[tuple[StepAndGroup, bytes]]:
-    """Yields each complete line of `rollouts.jsonl`, after the numbers of its step and group."""
+    """Yields each complete line of `rollouts.jsonl` with the numbers of its step and group."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -457,7 +457,7 @@ class LivePage:
         self.due = 0.0  # the earliest time at which the page may be written again
 
     def write_if_due(self, at_the_end: bool = False) -> None:
-        """Writes the page if enough time has passed since the last page, or the run has ended."""
+        """Writes the page if enough time has passed since the last write, or if the run is over."""
         start = time.perf_counter()
         if self.failed or (start < self.due and not at_the_end):
             return

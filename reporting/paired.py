@@ -1,9 +1,9 @@
 """
 Compares the newest held-out answers of several runs problem by problem and seed by seed.
 
-The runs answer the same problems, so a difference by problem has a much narrower interval than the
-difference between two means. This file does not cover the spread over seeds (seeds.py) or the
-change within one run (verdict.py).
+The runs answer the same problems. A comparison of their answers to each problem therefore has a
+much narrower confidence interval than a comparison of the runs' means. This file does not cover the
+spread over seeds (seeds.py) or the change within one run (verdict.py).
 """
 
 import statistics
@@ -29,7 +29,7 @@ MEASURES = {
 
 
 def describe_paired_differences(groups: list[SeedGroup]) -> list[str]:
-    """Returns a line for each group after the first, about its difference from the first group."""
+    """Returns a line for each later group that says how it differs from the first group."""
     lines = []
     for group in groups[1:]:
         line = describe_paired_difference(groups[0], group)
@@ -40,11 +40,12 @@ def describe_paired_differences(groups: list[SeedGroup]) -> list[str]:
 
 def describe_paired_difference(first: SeedGroup, other: SeedGroup) -> str:
     """
-    Returns a line with the differences of the sampled and the greedy answers, paired by problem.
+    Returns a line that says how much better or worse the other group's held-out answers are.
 
-    Runs of the same seed are compared, and the differences of a problem are averaged over the
-    seeds. Two single runs are compared even if their seeds differ. Returns "" if the runs have no
-    held-out answers, as in supervised fine-tuning.
+    The line has a mean difference for the sampled answers and another for the greedy answers. Runs
+    of the same seed are compared, and the values of a problem are averaged over the seeds. Two
+    single runs are compared even if their seeds differ. Returns "" if the runs have no held-out
+    answers, as in supervised fine-tuning that measures only the loss.
     """
     figure = first.figure_name
     if figure not in MEASURES or not any(map(newest_held_out_answers, first.runs)):
@@ -93,7 +94,11 @@ def pair_runs(first: SeedGroup, other: SeedGroup) -> list[tuple[History, History
 
 
 def newest_held_out_answers(run: History) -> Answers:
-    """Returns the held-out answers of the newest evaluation that can be compared."""
+    """
+    Returns the held-out answers of the newest evaluation; {} if there is none.
+
+    Evaluations before a resume that changed what they measure are left out.
+    """
     by_step = run.with_comparable_evals.answers_by_step
     return by_step[max(by_step)] if by_step else {}
 
@@ -101,7 +106,11 @@ def newest_held_out_answers(run: History) -> Answers:
 def mean_paired_difference(
     pairs: list[tuple[History, History]], value_by_problem: ValueOfAnswers
 ) -> difference.MeanChange | None:
-    """Returns the mean difference over the problems that all runs share, averaged over pairs."""
+    """
+    Returns by how much the second runs of the pairs exceed the first runs, on average.
+
+    The average is over the problems that all runs share. Returns None if there are fewer than two.
+    """
     before_values = [value_by_number_and_prompt(run, value_by_problem) for run, _ in pairs]
     after_values = [value_by_number_and_prompt(run, value_by_problem) for _, run in pairs]
     all_values = before_values + after_values
@@ -117,7 +126,7 @@ def value_by_number_and_prompt(
     run: History, value_by_problem: ValueOfAnswers
 ) -> Mapping[str, float]:
     """
-    Returns the value of each problem, under a key with the problem's number and prompt.
+    Returns the value of the answers to each problem, by the problem's number and prompt.
 
     The prompt is part of the key because two runs may have different data.
     """

@@ -1,8 +1,9 @@
 """
-Writes a table of runs as CSV, with one row per run and plain numbers, for a spreadsheet or pandas.
+Writes a table of runs as CSV, which a spreadsheet or pandas can read.
 
-The columns are the settings that differ, the held-out figures and the costs. This file does not
-cover the table that a terminal shows (report.py).
+Each run has one row, and numbers have no units. The columns are the settings that differ, the
+held-out figures and the costs. This file does not cover the table that a terminal shows
+(report.py).
 """
 
 import csv
@@ -71,7 +72,8 @@ def cumulative_costs(steps: health.Records) -> dict[str, float | int]:
     Returns the seconds of all steps as `time/s`, and the tokens of all completions as
     `tokens/total`.
 
-    The record of the last step already contains both sums, unless an older version wrote it.
+    The record of the last step already contains both sums. If an older version wrote the record,
+    the sums are computed from all records.
     """
     if steps and "tokens/total" in steps[-1]:
         return {name: steps[-1][name] for name in ("time/s", "tokens/total")}
@@ -94,7 +96,12 @@ def differing_settings_except_seed(runs: Iterable[History]) -> list[str]:
 
 
 def to_csv_value(value: Any) -> Any:
-    """Returns a number as it is, a string with escapes, and any other value as JSON."""
+    """
+    Returns a number or None as it is, and any other value as text.
+
+    In a string, invisible characters are replaced by their code points. A list or a dictionary
+    becomes JSON.
+    """
     if isinstance(value, str):
         return escape_invisible(value)
     if value is None or isinstance(value, (int, float)):

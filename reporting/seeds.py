@@ -51,7 +51,8 @@ def load_seed_groups(run_dirs: Iterable[str | Path]) -> list[SeedGroup]:
     """
     Loads runs and puts runs that differ only in their seed into one group.
 
-    Runs whose files have different contents, such as a changed reward, are in different groups.
+    Runs are in different groups if a file of the user, such as that of a reward, has changed
+    between them.
 
     run_dirs: directories of runs, or directories that contain one run per seed. The groups are in
     the order of `run_dirs`.
@@ -78,7 +79,11 @@ def load_seed_groups(run_dirs: Iterable[str | Path]) -> list[SeedGroup]:
 
 
 def seed_group_name(runs: list[History]) -> str:
-    """Returns the name of the directory that contains all runs, or else the names of the runs."""
+    """
+    Returns the name of the directory that contains all runs.
+
+    If there is no such directory, returns the names of the runs.
+    """
     folders = {run.name.rpartition("/")[0] for run in runs}
     if len(folders) == 1 and "" not in folders:
         return folders.pop()
@@ -86,7 +91,7 @@ def seed_group_name(runs: list[History]) -> str:
 
 
 def newest_evaluation_by_seed(group: SeedGroup, figure: str) -> dict[int, dict[str, Any]]:
-    """Returns each run's newest evaluation that has the figure, by the run's seed."""
+    """Returns, for the seed of each run, the newest evaluation that measured the figure."""
     key = f"eval/{figure}"
     newest = {}
     for run in group.runs:
@@ -98,9 +103,9 @@ def newest_evaluation_by_seed(group: SeedGroup, figure: str) -> dict[int, dict[s
 
 def describe_spreads_and_differences(groups: list[SeedGroup]) -> list[str]:
     """
-    Returns a line about each group with several seeds, then a line about each difference.
+    Returns lines about the spread of each group, and about its difference from the first group.
 
-    Each difference is between the first group and another group.
+    A group with a single seed has no spread. Two groups with a single run each are not compared.
     """
     lines = []
     for group in groups:

@@ -1,5 +1,5 @@
 """
-Lays out tables for the terminal, never wider than the terminal.
+Formats tables so that they are not wider than the terminal.
 
 A table that is too wide is divided into blocks of columns, one below the other, and each block
 repeats the first column. A cell that is still too wide is wrapped at words. This file does not
@@ -25,8 +25,8 @@ def fit_table(rows: Rows, width: int | None) -> str:
     """
     Formats rows as a table that is at most `width` characters wide.
 
-    The first row has the column names, and the first column the row names. width: None stands for
-    any width.
+    The first row contains the column names, and the first column contains the row names. If `width`
+    is None, the table may have any width.
     """
     natural = _natural_widths(rows)
     if width is None or _total_width(natural) <= width:
@@ -68,7 +68,11 @@ def _total_width(widths: Sequence[int]) -> int:
 
 
 def _divide_into_blocks(natural: Sequence[int], room: int) -> list[list[int]]:
-    """Divides all columns but the first into blocks that fit into `room` beside the first one."""
+    """
+    Divides all columns except the first into blocks.
+
+    Each block fits into the `room` characters to the right of the first column.
+    """
     blocks: list[list[int]] = []
     room_left = 0
     for column in range(1, len(natural)):
@@ -82,7 +86,7 @@ def _divide_into_blocks(natural: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _share_width(natural: Sequence[int], room: int) -> list[int]:
-    """The widths of the columns of a block, which together with their gaps fit into `room`."""
+    """The widths of a block's columns. The columns and their gaps fit into `room` characters."""
     widths = [min(width, NARROWEST) for width in natural]
     left = max(room - sum(widths) - len(GAP) * len(widths), 0)
     narrow_first = sorted(range(len(natural)), key=natural.__getitem__)

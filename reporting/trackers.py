@@ -46,7 +46,7 @@ def check_tracker_packages_and_keys(names: Iterable[str]) -> None:
 
 
 def find_wandb_key_problem() -> str:
-    """The problem with W&B's API key; "" if there is none, or if W&B is offline."""
+    """The problem with W&B's API key; "" if W&B has a usable key, or is offline."""
     wandb = importlib.import_module("wandb")
     if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
         return ""
@@ -59,7 +59,7 @@ def find_wandb_key_problem() -> str:
 
 
 def find_swanlab_key_problem() -> str:
-    """The problem with SwanLab's API key; "" if there is none, or if SwanLab is offline."""
+    """The problem with SwanLab's API key; "" if SwanLab has a key, or is offline."""
     settings = importlib.import_module("swanlab").Settings()
     is_online = getattr(settings, "mode", "") == "online"
     if is_online and getattr(settings, "api_key", None) is None:
@@ -87,7 +87,7 @@ def read_or_make_tracker_run_id(name: str, run_dir: Path) -> str:
 
 
 def start_or_continue_tracker_run(name: str, run_dir: Path) -> Any:
-    """Starts a run at a tracker, or continues the tracker's run with the same id."""
+    """Starts a run at a tracker, or continues the run that already has the stored id there."""
     settings = documents.load_yaml(run_dir / "config.yaml", "config.yaml")
     project = os.environ.get("WANDB_PROJECT", "gwen")
     arguments = {

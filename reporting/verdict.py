@@ -1,5 +1,5 @@
 """
-Reaches the verdict on a run, which says whether the model improved on held-out problems.
+Reaches the verdict on a run. The verdict says whether the model improved on held-out problems.
 
 The verdict also describes how the model's answers changed, and suggests what to do next. The parts
 of a verdict are computed in difference.py, answer_changes.py and advice.py. This file covers
@@ -190,8 +190,9 @@ def find_answer_changes(
 
     answers_before, answers_after: the answers to the problems that are in both evaluations.
 
-    A change in length, copying or repetition is an alarm if a judge gives the score, because such a
-    change can deceive a judge but not a verifier.
+    If a judge gives the score, changes in length, copying and repetition count as alarms, because
+    they can deceive a judge but not a verifier. If the built-in reward `exact` rose too, they do
+    not count as alarms.
     """
     form_signs = describe_copying_repetition_and_length(answers_before, answers_after)
     word_signs = describe_risen_words(run.settings, answers_before, answers_after)
@@ -264,7 +265,13 @@ def reward_outcome_if_figure_unchanged(
     component_changes: dict[str, MeanChange],
     is_verified: bool,
 ) -> str:
-    """Returns BETTER or WORSE if the rewards changed but the figure did not, otherwise ""."""
+    """
+    Returns how the rewards changed if the held-out figure did not improve, otherwise "".
+
+    The result is BETTER or WORSE if the total reward changed significantly, but the figure did not.
+    It is also BETTER if a component of the reward rose significantly, but the accuracy did not rise
+    at all.
+    """
     if change is None:
         return ""
     if total_change is not None and only_reward_changed(change, total_change):
@@ -294,7 +301,11 @@ def has_built_in_exact_reward_risen(
 
 
 def describe_rewarded_mistakes(run: History) -> list[str]:
-    """Returns a line if alarmingly many wrong answers get the highest reward of the run."""
+    """
+    Returns a line about wrong answers that get the highest reward of the run.
+
+    Returns [] unless `wrong_with_highest_reward_if_alarming` finds alarmingly many of them.
+    """
     first, last = wrong_with_highest_reward_if_alarming(run.answers_by_step)
     if not last:
         return []
@@ -305,7 +316,8 @@ def describe_risen_words(settings: dict[str, Any], before: Records, after: Recor
     """
     Returns lines about words that became more common in the sampled answers.
 
-    If there are no such words, the lines are about the greedy answers.
+    If there are no such words, the lines are about words that became more common in the greedy
+    answers. In a run with tools or environments, greedy answers are left out.
     """
     signs = describe_words_used_more(before, after)
     # with tools or an environment, the text of a greedy answer contains tool calls too
@@ -405,7 +417,7 @@ def verdict_lines(verdict: Verdict | None, settings: dict[str, Any], run_dir: Pa
 
 
 def lines_of_next_step(advice_text: str) -> list[str]:
-    """Returns the lines with advice that a terminal shows, with each command on its own line."""
+    """Returns the advice as lines for a terminal. Each command is on a line of its own."""
     launcher = command_prefix().split()[0]  # "uv" or "gwen"
     text_and_command = re.compile(rf"(.*?: )({re.escape(launcher)} .*)")
     lines: list[str] = []

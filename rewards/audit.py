@@ -4,10 +4,10 @@ Audits a reward function: finds out, without a model, which completions the func
 The audit makes up completions, and calls each reward function twice.
 
 1. In the first call, the completions state each row's own `answer`, or the answer of another row,
-   in several forms (`FORMS`). The returned values give a threshold for each row, which is the
-   midpoint between the value of the best-paid right answer and the value of the wrong answer in the
-   same form. A completion counts as paid if it earns more than the threshold of its row. The form
-   in which most right answers are paid is taken to be the form that the reward asks for.
+   in several forms (`FORMS`). From the returned values, the audit computes a threshold for each
+   row: the midpoint between the value of the best-paid right answer and the value of the wrong
+   answer in the same form. A completion counts as paid if it earns more than the threshold of its
+   row. The audit assumes that the reward asks for the form in which most right answers are paid.
 2. In the second call, the completions are written in the form that the reward asks for. Some
    completions are attempts to cheat (`cheats_by_name`), and the others are honest answers
    (`honest_answers_by_name`).
@@ -77,7 +77,7 @@ class MadeUpCompletion(NamedTuple):
 
 
 class AuditTableLine(NamedTuple):
-    """A line of the audit's table, about all made-up completions with the same name."""
+    """A line of the audit's table. It describes all made-up completions that have one name."""
 
     name: str
     is_honest: bool
@@ -223,7 +223,11 @@ def _paid_threshold_of_each_row(earnings: Earnings) -> list[float]:
 
 
 def _form_with_most_paid(earnings: Earnings, thresholds: Sequence[float]) -> str:
-    """The form in which most right answers are paid; the form that earns most if none is paid."""
+    """
+    The form in which most right answers are paid.
+
+    If no right answer is paid in any form, the result is the form in which they earn the most.
+    """
 
     def num_paid_and_sum(form: str) -> tuple[int, float]:
         rights = [right for right, _ in earnings[form]]
@@ -245,7 +249,7 @@ def _cap_at_zero_if_gate_rejects(probe: MadeUpCompletion, value: float) -> float
 def _make_table_lines(
     probes: Sequence[MadeUpCompletion], values: Sequence[float]
 ) -> list[AuditTableLine]:
-    """The lines of the table, one for each name among the completions, in the same order."""
+    """The table's lines, one for each name, in the order in which the names occur in `probes`."""
     lines: dict[str, AuditTableLine] = {}
     for probe, value in zip(probes, values, strict=True):
         line = lines.get(probe.name)
@@ -338,7 +342,7 @@ def try_right_answers_until_timeout(name: str, reward: Reward, examples: Sequenc
 
 
 def near_misses_by_fault(answer: str) -> dict[str, str]:
-    """Wrong answers that are nearly right. Each key says what is wrong with its answer."""
+    """Wrong answers that are nearly right, by the fault of each answer."""
     last_digit = r"[0-9](?=[^0-9]*$)"
     misses = {
         "one digit wrong": re.sub(last_digit, _next_digit, answer),
@@ -464,7 +468,8 @@ def summarize_audit(audit: AuditResult, *, others_may_distinguish: bool = False)
     """
     A summary of an audit, with its first surprise and the form of answer that the reward pays for.
 
-    others_may_distinguish: whether another reward or a judge may tell right from wrong answers.
+    others_may_distinguish: whether the summary adds that another reward or the judge may tell right
+    answers from wrong ones, if this reward does not.
     """
     if audit.surprises:
         first = audit.surprises[0]

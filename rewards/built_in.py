@@ -25,7 +25,8 @@ def length_reward(target: float, num_tokens: Sequence[int], **_: Any) -> list[fl
     """
     The reward `length`: 0 for a completion of `target` tokens, and less for any other length.
 
-    The reward falls linearly to -1 for 0 tokens, and for twice the target or more.
+    The reward falls linearly to -1 at 0 tokens and at twice the target. It stays at -1 for longer
+    completions.
     """
     return [-min(abs(count - target) / target, 1.0) for count in num_tokens]
 
@@ -59,8 +60,9 @@ def random_zero_or_one(completions: Sequence[str], prompts: Sequence[Any], **_: 
     """
     The reward `random`, which is 0 or 1 at random.
 
-    The reward serves as a control: no change in the model can be due to it. A value depends only on
-    the row, the prompt and the completion, so a resumed run repeats the same values.
+    The reward serves as a control, because it does not depend on the quality of an answer. A value
+    depends only on the row, the prompt and the completion, so a resumed run repeats the same
+    values.
     """
     rows = enumerate(zip(prompts, completions, strict=True))
     return [float(sha256(repr(row).encode()).digest()[0] % 2) for row in rows]
@@ -74,8 +76,11 @@ def finished_well_formed_no_refusal(
     **_: Any,
 ) -> list[float]:
     """
-    The reward `format`: 1 for each completion that has fewer than `max_tokens` tokens, is
-    well-formed and is not a refusal, else 0.
+    The reward `format`: 1 for each completion that meets all conditions below, else 0.
+
+    The completion has fewer than `max_tokens` tokens, does not begin with a refusal, is long
+    enough, and does not repeat itself or copy the prompt
+    (`form.is_long_enough_and_not_degenerate`).
     """
     rewards = []
     for text, prompt, count in zip(completions, prompts, num_tokens, strict=True):

@@ -280,7 +280,7 @@ def _has_word_character(text: str) -> bool:
 
 
 def _is_only_choice_then_noun(before: str, after: str) -> bool:
-    """Whether a sentence is only a choice and a noun after it, as in "Positive sentiment"."""
+    """Whether a sentence consists only of a choice and a noun, as in "Positive sentiment"."""
     if _has_word_character(before):
         return False
     return bool(re.fullmatch(rf"{_CLOSERS} ?{_NOUN}\W*", after, re.I))
@@ -396,8 +396,9 @@ def _stated_choice_after_corrections(
     sentences: list[str], choices: Choices, *, may_be_weak: bool, stated: str | None = None
 ) -> str | None:
     """
-    The choice in the first sentence that states one, or in a later sentence that is a conclusion.
+    The choice in the first sentence that states one, unless a later sentence replaces it.
 
+    A later sentence replaces the choice if it states a choice and is a conclusion or a correction.
     The result is "" if other sentences contradict the choice, leave it open, or take it back. The
     result is None if no sentence states a choice.
     stated: the choice that was stated before these sentences, if any.
@@ -439,7 +440,7 @@ def _stated_choice_after_corrections(
 
 
 def _sentences_without_options(lines: list[str], choices: Choices) -> list[str]:
-    """The sentences in the lines, leaving out options such as "A) a sugar"."""
+    """The sentences in the lines, without options such as "A) a sugar"."""
     sentences = []
     for line in lines:
         if split_option_line(line, choices) is None:
@@ -468,9 +469,11 @@ def _strip_correction_words(sentence: str) -> str:
 
 def _read_opening_option(lines: list[str], choices: Choices) -> str | None:
     """
-    The letter of the first line, if that line is an option such as "B) Chlorophyll"; else None.
+    The choice of a text whose first line is an option such as "B) Chlorophyll"; else None.
 
-    The result is "" if the next line is the next option in a list.
+    The choice is the letter of the option, unless the rest of the text corrects it. The result is
+    "" if the text leaves the choice open, if the option is a question, or if the next line is the
+    next option in a list.
     """
     option = split_option_line(lines[0], choices) if lines else None
     if option is None:

@@ -1,10 +1,10 @@
 """
 Tells whether two LaTeX formulas are equal, using math-verify's grammar and sympy's numbers.
 
-This code runs in sealed worker processes. A formula that the grammar cannot read to the end equals
-no formula. Two expressions count as equal if their values agree to 60 digits at a few fixed
-points. Computing the values takes milliseconds, while proving that the expressions are equal can
-take minutes.
+This code runs in sealed worker processes. A formula that the grammar cannot read to the end does
+not equal any formula. Two expressions count as equal if their values agree to 60 digits at a few
+fixed points. Computing the values takes milliseconds, while proving that the expressions are equal
+can take minutes.
 
 This file does not cover the values of integrals, sums, limits and derivatives.
 """
@@ -144,7 +144,7 @@ def _is_too_large(expression: Any) -> bool:
 
 def _unify_symbols_and_decimals(parsed: Any) -> Any:
     """
-    The same expression in a form in which equal names and equal numbers compare as equal.
+    The same expression, changed so that sympy treats equal names and equal numbers as equal.
 
     Every symbol stands for a real number, and symbols with the same name are the same symbol. The
     exception is i, the imaginary unit. Decimals become fractions.
@@ -318,8 +318,8 @@ def _value_of_equation(equation: _RelationChain) -> Any:
     """
     The value that an equation states; None if the equation states no value.
 
-    The value is the last side of an equation such as x = 3, whose first side is only a name, or of
-    an identity such as (x+1)^2 = x^2+2x+1.
+    An equation states a value if its first side is only a name, as in x = 3, or if it is an
+    identity, such as (x+1)^2 = x^2+2x+1. The value is the last side of the equation.
     """
     value = equation[-1].right
     if _is_symbol(equation[0].left):
@@ -374,7 +374,7 @@ def _is_constant_multiple(expected: Any, stated: Any, is_positive: bool = False)
 
 
 def _are_same_inequalities(expected: Any, stated: Any) -> bool:
-    """Whether two inequalities, or an inequality and an interval, describe the same numbers."""
+    """Whether two inequalities, or an inequality and an interval, hold for the same numbers."""
     first_numbers = _variable_and_solution_set(expected)
     second_numbers = _variable_and_solution_set(stated)
     if first_numbers and second_numbers:
@@ -467,8 +467,9 @@ def _have_same_values(expected: Any, stated: Any) -> bool:
     """
     Whether two expressions have equal values at all sample points where both have a value.
 
-    Differences are relative, so that small numbers are compared as precisely as large ones. A
-    decimal equals the irrational number that it approximates if the first eight digits agree.
+    The difference is divided by the larger value, so that small numbers are compared as precisely
+    as large ones. A decimal equals the irrational number that it approximates if the first eight
+    digits agree.
     """
     import sympy
 

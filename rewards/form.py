@@ -1,9 +1,9 @@
 """
-Judges by words alone whether an answer repeats itself, copies the prompt or says nothing.
+Finds answers that repeat themselves, copy the prompt or say nothing, by comparing words.
 
-A model can exploit some rewards with answers that repeat themselves or copy the prompt, and its
-accuracy may not reveal that. With --reward-gate form, `rewards_capped_at_0_if_form_gate_fails`
-gives such answers no reward above 0.
+A model can exploit some rewards with answers that repeat themselves or copy the prompt, and the
+model's accuracy may not show that it does so. With --reward-gate form,
+`rewards_capped_at_0_if_form_gate_fails` gives such answers no reward above 0.
 
 In languages that are written without spaces, a whole sentence counts as one word, so these checks
 do not work.
@@ -81,10 +81,11 @@ def distinct_word_fraction_in_chunks(text: str) -> float:
 
 def fraction_copied_from_prompt(text: str, prompt: str) -> float:
     """
-    The fraction of a text's words that belong to a sequence of words copied from the prompt.
+    The fraction of a text's words that are copied from the prompt.
 
-    A sequence has `COPIED_RUN` words, or all words of a shorter text. The fraction is 0 for a text
-    of fewer than `LEAST_WORDS` words.
+    A word counts as copied if it belongs to a sequence of `COPIED_RUN` words that also occurs in
+    the prompt. If the text has fewer words than that, the sequence is the whole text. The fraction
+    is 0 for a text of fewer than `LEAST_WORDS` words.
     """
     words = lowercase_words(text)
     if len(words) < LEAST_WORDS:

@@ -99,8 +99,8 @@ def patch_and_preload_sympy() -> None:
     """
     Prepares sympy for a sealed process, in which sympy can neither run text as code nor open files.
 
-    From now on, sympy parses all text with `formula_to_sympy`, and multiplies monomials with
-    ordinary functions, for which it would otherwise generate and run Python code. Modules that
+    From now on, sympy parses all text with `formula_to_sympy`. It calculates with monomials by
+    calling ordinary functions, and no longer generates and runs Python code for them. Modules that
     sympy would import only when one of its functions is first called are imported now.
     """
     import sympy.parsing.sympy_parser

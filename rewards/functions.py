@@ -1,6 +1,7 @@
 """
-Imports users' functions and classes from FILE.py:function or MODULE:function, and finds the lines
-that raise errors in them.
+Imports users' functions and classes from FILE.py:function or MODULE:function.
+
+If one of them raises an error, this file also finds the line that raised the error.
 
 A specification may end with arguments, as in FILE.py:function(weight=0.5). Then the function is
 called with these arguments in addition to its usual ones, as with `functools.partial`.
@@ -43,9 +44,10 @@ _files_being_imported: list[Path] = []  # files of the user that Gwen is importi
 
 def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
     """
-    Loads the only function in a specification, and returns its name and the function.
+    Loads the function in a specification, and returns its name and the function.
 
-    `load_functions` explains the arguments and the errors.
+    Raises ValueError if the specification does not name exactly one function. `load_functions`
+    explains the arguments and the other errors.
     """
     without_arguments, _ = split_off_arguments(spec)
     if not without_arguments.rpartition(":")[2].isidentifier():
@@ -69,8 +71,8 @@ def load_functions(
     hint: a description of other values that the flag accepts, for error messages.
     kind: "function" or "class".
 
-    Raises ValueError if the import fails, if a name is missing, or if a name does not belong to a
-    function or a class, as `kind` requires.
+    Raises ValueError if the import fails, if a name is missing, or if the object with that name is
+    not of the required kind.
     """
     without_arguments, arguments = split_off_arguments(spec)
     file, colon, joined_names = without_arguments.rpartition(":")
@@ -253,10 +255,11 @@ def function_name_with_arguments(fn: Callable[..., Any]) -> str:
 
 def only_place_that_has_functions(settings: dict[str, Any]) -> str:
     """
-    Returns the only place that has all functions that the settings name; "" if any place has them.
+    Returns the only place in which all functions that the settings name can be found.
 
     The place is "this process" if one of the functions has no global name, or else "this program"
-    if one of them is defined in the program that started the run.
+    if one of them is defined in the program that started the run. Returns "" if every program can
+    import all of these functions.
     """
     text = str(settings)
     if f"{NAMELESS}:" in text:
@@ -376,9 +379,10 @@ def file_and_line_suffix(fn: Callable[..., Any]) -> str:
 
 def _describe_error_with_line(error: BaseException, file: str | None) -> str:
     """
-    A one-line description of an error, with the last line of `file` in the error's traceback.
+    A one-line description of an error, with the line of `file` at which the error occurred.
 
-    If another file raised the error, such as a library's, the description names that line too.
+    This is the line of `file` that the error's traceback names last. If the error was raised in
+    another file, such as a library's, the description also names the line in that file.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]

@@ -44,7 +44,11 @@ def read_object_or_list(text: str) -> Any:
 
 
 def states_same_json(gold: str, statement: str) -> bool:
-    """Whether the only JSON value in a statement equals the right one, in any order of keys."""
+    """
+    Whether the only JSON value in a statement equals the right one.
+
+    The keys of an object may be in any order.
+    """
     right = read_object_or_list(gold)
     return right is not None and right == find_single_json_value(statement, type(right))
 
@@ -53,8 +57,9 @@ def read_json_marks_or_whole_text(gold: str, text: str) -> list[str]:
     """
     The pieces of a text that may state the answer, if the right answer is JSON.
 
-    If a marked answer has a bracket, the pieces are the last such answer and its rival guesses.
-    Otherwise, the only piece is the whole text.
+    If a marked answer contains the opening bracket of the right answer, the pieces are the last
+    such answer and any other marked answers that are guesses beside it. Otherwise, the only piece
+    is the whole text.
     """
     bracket = "{" if gold.lstrip().startswith("{") else "["
 

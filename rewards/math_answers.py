@@ -37,9 +37,10 @@ _NO_MATH_MARK = re.compile(
 @functools.lru_cache(maxsize=2**16)
 def right_answer_is_number(answer: str) -> bool:
     """
-    Whether an answer is a number, either alone or with units or at most two words.
+    Whether an answer is a number, perhaps with units or a few words after it.
 
-    Dates, times and codes do not count as numbers.
+    The number may be followed by at most two words, or by units and at most one word. Dates, times
+    and codes do not count as numbers.
     """
     return is_quantity(last_mark_or_whole_answer(answer))
 
@@ -121,7 +122,12 @@ def _mark_filter(is_numeric: bool) -> statements.IsAnswer:
 
 
 def _may_marked_text_be_mathematics(marked_text: str) -> bool:
-    """Whether the text of a marked answer may be meant as a number or a formula, or denies one."""
+    """
+    Whether the text of a marked answer may be meant as a number or a formula.
+
+    The result is also True for a text that contains a denial, such as "not", or is longer than
+    `LONGEST`.
+    """
     if len(marked_text) > LONGEST or DENIAL.search(marked_text):
         return True
     return not _NO_MATH_MARK.fullmatch(marked_text)

@@ -204,7 +204,9 @@ def formula_worker_pool() -> WorkerPool:
 
 def compare_mathematics(gold: str, statement: str) -> VerdictOrFormulaPair:
     """
-    Whether two answers are equal, or, if a worker must still compare them, their two formulas.
+    Whether two answers are equal, if that is already clear; otherwise, their two formulas.
+
+    A worker then compares the two formulas.
 
     The units must agree if both answers have units.
     """
@@ -268,10 +270,11 @@ _IN_DOLLARS = re.compile(r"[A-Za-z ,:*]*\$+([^$]+)\$+[ .,:*]*")
 
 def find_only_math_in_last_sentence(text: str) -> str:
     """
-    The number or formula in the last sentence that has one.
+    The last sentence that has a number or a formula, or only the formula in it.
 
-    If the sentence states a single number, the whole sentence is returned. The result is "" if the
-    sentence contains several formulas, is a denial or is a question.
+    The result is the whole sentence if it states a single number, and only the formula if it
+    contains a single formula. The result is "" if the sentence contains several formulas, is a
+    denial or is a question.
     """
     sentence = _last_sentence_with_math_else_last(_replace_symbols_with_latex(text))
     is_question = sentence.rstrip("*)\"' ").endswith("?")

@@ -280,7 +280,10 @@ def _first_clause(text: str) -> str:
 
 def is_same_quantity(right: Quantity, stated: Quantity) -> bool:
     """
-    Whether two quantities have equal values, and equal units and names where both have them.
+    Whether two quantities are equal.
+
+    Their values must be equal. If both have units, words or a name, as the x in "x = 5", these must
+    agree too.
 
     If the right answer is a percentage, the fraction with the same value is right too, such as 0.28
     for 28%.
@@ -305,11 +308,12 @@ _NO_NUMBER = re.compile(  # answers that only look like numbers: 007, 3rd, 3 pm
 @functools.lru_cache(maxsize=2**16)
 def is_quantity(answer: str) -> bool:
     """
-    Whether an answer is a number, either alone or with units or at most two words.
+    Whether an answer is a number, perhaps with units or a few words after it.
 
-    Dates, times and codes do not count as numbers. A single capital letter is a unit only after a
-    space, so "5 V" is a number and "5B" is a code. A longer word with a capital after the digits,
-    as in "4 July", must be a unit.
+    The number may be followed by at most two words, or by units and at most one word. Dates, times
+    and codes do not count as numbers. A single capital letter is a unit only after a space, so
+    "5 V" is a number and "5B" is a code. A longer word with a capital after the digits, as in
+    "4 July", must be a unit.
     """
     number = find_only_number(answer)
     if number is None or number.lead.strip(" $"):

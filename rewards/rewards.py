@@ -224,7 +224,7 @@ def _merge_logged_values(rewards: dict[str, Reward]) -> LoggedValues:
 
 
 def columns_without_prompts(examples: Sequence[Example]) -> dict[str, Sequence[Any]]:
-    """The columns of examples that all have the same keys, without the prompts."""
+    """The columns of the examples, without the prompts. All examples must have the same keys."""
     columns: dict[str, Sequence[Any]] = {}
     for name in examples[0]:
         if name != "prompt":
@@ -284,8 +284,8 @@ def call_reward_on_this_rank(
     A user's function is passed text until its first calls show that it needs chat messages, and is
     passed messages from then on. A function needs messages if it fails on text but not on messages
     (`_try_switch_to_messages_after_error`). If the prompts are messages, a function also needs
-    messages if its values are all equal for text but differ for messages, since a function may hide
-    its errors (`_try_messages_if_values_are_equal`).
+    messages if its values are all equal for text but differ for messages: it may have caught its
+    own errors and returned a fixed value (`_try_messages_if_values_are_equal`).
     """
     names = select_argument_names(name, fn, [*arguments, *TRAINER])
     chosen = {key: arguments[key] for key in names if key in arguments}
@@ -412,7 +412,7 @@ def _check_reward_values(name: str, fn: Reward, returned: Any, num_rows: int) ->
 
 
 def finite_float_or_nan(value: Any) -> float:
-    """A reward value as a float; nan unless it is a finite number below `LARGEST_REWARD`."""
+    """A reward value as a float; nan unless its absolute value is below `LARGEST_REWARD`."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     if not isinstance(value, Real):
@@ -480,7 +480,8 @@ def columns_that_function_reads(fn: Any, columns: Sequence[str]) -> list[str]:
     The columns of the data that a function reads.
 
     A function reads the columns that its signature names, or all columns if its code reads its
-    **kwargs. Many rewards take **_ only to ignore the arguments that they do not need.
+    **kwargs. Having **kwargs is not enough, because many rewards have them only to ignore the
+    arguments that they do not need.
     """
     fn = inspect.unwrap(fn.fn if isinstance(fn, UserReward) else fn)
     parameters = inspect.signature(fn).parameters

@@ -444,8 +444,8 @@ def find_answer_sentence_in_last_line(text: str) -> list[MarkedAnswer]:
     """
     The answer in the last line, if that line is a sentence such as "The answer is 42.".
 
-    Such a sentence is not a marked answer, but `read_last_mark_and_rival_marks` prefers it to a
-    box before it.
+    Such a sentence is not a marked answer, but `read_last_mark_and_rival_marks` prefers the
+    sentence to an earlier box.
     """
     text = text.rstrip()
     begin = text.rfind("\n") + 1
@@ -500,7 +500,7 @@ def last_mark_or_whole_answer(answer: str) -> str:
 
 
 def remove_marked_answers(text: str) -> str:
-    """A text without its marked answers. Callers use it if no mark is of the requested kind."""
+    """A text without its marked answers, for callers that found no mark of the requested kind."""
     pieces = []
     end = 0
     for mark in find_marked_answers(text):

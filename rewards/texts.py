@@ -1,5 +1,5 @@
 """
-Prepares texts for comparison, so that characters that look or mean the same become the same.
+Prepares texts for comparison by replacing characters that look alike or have the same meaning.
 
 This file does not cover which part of a completion is its answer (rewards/statements.py), or the
 values of numbers (rewards/quantities.py).

@@ -341,8 +341,9 @@ def _unit_and_num_tokens_at(
     """
     The unit that begins at a token, and the number of tokens that spell the unit.
 
-    The unit is the spelling of a compound unit such as "mph", or the names that a spelling may
-    mean. The result is None and 0 if no unit begins at the token.
+    A compound unit such as "mph" is returned as its spelling. Any other unit is returned as the set
+    of unit names that its spelling may mean. The result is None and 0 if no unit begins at the
+    token.
     """
     for num in (2, 1):
         if index + num > len(tokens):
@@ -383,7 +384,7 @@ def _is_time_unit_at(tokens: list[str], index: int) -> bool:
 
 
 def _power_and_num_tokens_at(tokens: list[str], index: int) -> tuple[int, int]:
-    """The power that begins at a token, and its number of tokens; 1 and 0 if there is no power."""
+    """The power that begins at a token, and its number of tokens; (1, 0) if there is no power."""
     if index >= len(tokens):
         return 1, 0
     token = tokens[index]

@@ -35,8 +35,8 @@ apply the rules in order.
 Training rewards a model for every loophole that it finds. Therefore nothing in a completion is run
 as code, and each rule takes time linear in the length of the completion.
 
-This file does not cover numbers written as words, or most denials and comparisons; docs/data.md
-lists these limits.
+The verifiers do not understand numbers written as words, most denials, or statements such as "more
+than 42"; docs/data.md lists these limits.
 """
 
 import functools
@@ -211,12 +211,16 @@ VERIFIERS = {  # strictest first; `auto` tries them in this order
 
 
 def is_comparable_answer(answer: Answer) -> bool:
-    """Whether a row can be compared: one of its right answers is short, JSON or mathematics."""
+    """
+    Whether a completion can be compared with the answer of a row.
+
+    This is so if one of the row's right answers is short, JSON or mathematics.
+    """
     return any(map(_is_comparable_right_answer, right_answers(answer)))
 
 
 def _is_comparable_right_answer(answer: str) -> bool:
-    """Whether a right answer can be compared, because it is short, JSON or mathematics."""
+    """Whether a right answer is short, JSON or mathematics, and so can be compared."""
     gold = last_mark_or_whole_answer(answer)
     if not gold:
         return False
@@ -235,7 +239,7 @@ def choose_verifier(name: str, answers: Sequence[Answer]) -> tuple[str, Verifier
     The function returns None for rows whose answer cannot be compared (see `is_comparable_answer`).
 
     name: a key of `VERIFIERS`, or `auto` for the strictest verifier that fits all answers.
-    answers: the right answer of each row, or a list of right answers.
+    answers: for each row, its right answer or the list of its right answers.
 
     Raises ValueError if the verifier does not fit one of the answers; the message quotes that
     answer.

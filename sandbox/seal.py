@@ -65,7 +65,8 @@ def seal_process(refusal_log: list[str]) -> str:
     Seals this process permanently.
 
     refusal_log: a list to which the audit hook adds the first event that it refuses.
-    Returns the part of the seal that this kernel cannot enforce, in words; "" if it enforces all.
+    Returns a description of the part of the seal that this kernel cannot enforce; "" if the kernel
+    enforces the whole seal.
     """
     os.dup2(1, 2)  # sends stderr to stdout, which nobody reads
 

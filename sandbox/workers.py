@@ -2,16 +2,17 @@
 Worker processes, which answer questions that may hang or crash a process.
 
 Each question has a time limit. A worker sets an alarm for itself, but the alarm cannot always stop
-it: signals reach only the main thread of a process, and no signal interrupts a single long
-multiplication. In that case, the process that owns the worker kills it and starts another one.
+the worker: signals reach only the main thread of a process, and no signal interrupts a single long
+multiplication. If the alarm fails, the process that owns the worker kills the worker, and starts
+another one.
 
 A sealed worker reads hostile text. For each question, the owner accepts one short message in JSON,
 which must contain the random number of the question. The owner ends a worker that sends anything
 else, and never unpickles what a worker sends.
 
-When a worker starts, it makes its answering function once, by calling a given function
-`module:function` with given arguments. This file does not cover what the questions ask, or the seal
-itself (sandbox/seal.py).
+When a worker starts, it calls a given function `module:function` with given arguments. This
+function returns the function that answers questions. This file does not cover what the questions
+ask, or the seal itself (sandbox/seal.py).
 """
 
 import atexit
@@ -86,8 +87,8 @@ class WorkerPool:
         target: a function `module:function`. Each worker calls the function once, with
         `arguments`, and the function returns another function that answers questions.
         limit: the limit on processor time for one question, in seconds.
-        sealed: whether the last part of a question is hostile text. If so, each worker calls
-        `seal.seal_process`, and `answer_all` prints how many questions ended their worker.
+        sealed: whether each question is a list that ends with hostile text. If so, each worker
+        calls `seal.seal_process`, and `answer_all` prints how many questions ended their worker.
         Arguments, questions and answers must be JSON.
         """
         self.target = target
@@ -141,7 +142,11 @@ class WorkerPool:
         return answer
 
     def _should_retry(self, worker: "_Worker", answer: WorkerAnswer) -> bool:
-        """Whether to ask a new worker, because an earlier question may have broken this one."""
+        """
+        Whether to ask a new worker the same question.
+
+        This is so if an earlier question may have been the reason why this worker broke.
+        """
         is_suspect = answer.broken and answer.error != LATE and self.sealed
         return is_suspect and worker.num_answered > 1 and not self.is_closing
 
@@ -227,7 +232,7 @@ class _Worker:
         """
         The value of an answer, the error, and whether the worker is broken.
 
-        Raises ValueError or TypeError if the received frame does not answer this question.
+        Raises ValueError or TypeError if the received message does not answer this question.
         """
         (size,) = HEAD.unpack(self._receive_bytes(HEAD.size, deadline))
         if size > MAX_BYTES[self.sealed]:
@@ -243,8 +248,8 @@ class _Worker:
         """
         The next `size` bytes from the worker.
 
-        Raises TimeoutError after the deadline, MemoryError if a watched worker uses too much
-        memory, and ConnectionError if the worker has ended.
+        Raises TimeoutError after the deadline, and ConnectionError if the worker has ended. On
+        macOS, also raises MemoryError if a sealed worker uses too much memory.
         """
         received = bytearray()
         while len(received) < size:
@@ -318,7 +323,11 @@ def _make_json_frame(*content: Any) -> bytes:
 
 
 class _TooLate(BaseException):
-    """Raised by the alarm. It does not derive from Exception, since libraries catch Exception."""
+    """
+    The alarm raises this error when a question takes too long.
+
+    The class does not derive from Exception, because libraries catch every Exception.
+    """
 
 
 def _raise_too_late(_: int, __: FrameType | None) -> None:
@@ -376,7 +385,7 @@ def _answer_within_cpu_limit(
     is_worker_sealed: bool,
 ) -> bytes:
     """
-    The frame with the answer to a question, or with an error in place of the answer.
+    The message with the answer to a question, or with an error in place of the answer.
 
     cpu_seconds: the limit on processor time.
     """

@@ -41,8 +41,9 @@ class Endpoint:
     """
     The endpoint, which runs until `close`.
 
-    most_open: the most requests that may wait for replies at the same time. The endpoint answers
-    further requests at once with the status 503, after which OpenAI's clients try again later.
+    most_open: the maximum number of requests that may wait for replies at the same time. The
+    endpoint answers further requests at once with the status 503, after which OpenAI's clients try
+    again later.
     """
 
     most_open = 0
@@ -72,7 +73,7 @@ class Endpoint:
         return f"http://{HOST}:{self.port}/v1"
 
     def close(self) -> None:
-        """Stops the endpoint. Requests that still wait are dropped."""
+        """Stops the endpoint. Requests that still wait for replies are dropped."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(START_SECONDS)

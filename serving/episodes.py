@@ -1,12 +1,12 @@
 """
-The episodes of a rollout that an outside harness plays.
+The episodes of one rollout, which an outside harness plays.
 
 The harness asks the endpoint for each turn of the model. A request contains the whole conversation
 so far: the ids of the previous request and of its reply, and then the ids that the environment has
-added. `ServedEpisodes` connects two sides:
+added. `ServedEpisodes` passes ids between the sampler and the harness:
 
-- The sampler (layers/turns.py) ends a turn. The turn becomes the reply to the open request.
-- The harness sends the next request. The ids that the environment has added continue the row.
+- When the sampler (layers/turns.py) ends a turn, the turn becomes the reply to the open request.
+- When the harness sends the next request, the ids that the environment has added continue the row.
 
 An episode ends when the harness reports its result. A failed episode has an `error`, and does not
 affect the other episodes.
@@ -80,7 +80,7 @@ class ServedEpisode:
 
     @property
     def is_over(self) -> bool:
-        """Whether Gwen expects nothing more of the harness for this episode."""
+        """Whether Gwen expects nothing more from the harness for this episode."""
         return self.outcome is not None or bool(self.error)
 
     @property
@@ -126,8 +126,9 @@ class ServedEpisodes:
     ):
         """
         params: the sampling settings of all turns; a request with different settings is refused.
-        context: the most tokens of a conversation.
-        timeout: an episode fails if the harness gives no sign of it for this many seconds.
+        context: the maximum number of tokens in a conversation.
+        timeout: an episode fails if the harness sends nothing about it for this many seconds,
+        unless a request of the episode is waiting for its reply.
         """
         self.harness = harness
         self.params = params
@@ -213,7 +214,7 @@ class ServedEpisodes:
 
     def max_tokens_of_next_turn(self, row: int) -> int | None:
         """
-        The most tokens of the row's next turn, according to the request for this turn.
+        The maximum number of tokens in the row's next turn, according to the request for this turn.
 
         Returns None if the request sets no limit.
         """
@@ -374,7 +375,7 @@ class ServedEpisodes:
             self._unannounced[session] = pending
 
     def _fail_episode_of_cancelled_request(self, pending: PendingRequest) -> None:
-        """Fails the episode whose request the harness gave up, so that the row's slot is free."""
+        """Fails an episode whose request the harness gave up, so that its slot becomes free."""
         session = pending.request.session
         if self._unannounced.get(session) is pending:
             del self._unannounced[session]
@@ -430,7 +431,7 @@ class ServedEpisodes:
             self._ready[row] = "stop"
 
     def _fail_silent_episodes(self) -> None:
-        """Ends episodes for which the harness has given no sign for too long."""
+        """Ends episodes about which the harness has sent nothing for longer than the timeout."""
         now = time.monotonic()
         for episode in self.episodes:
             if episode.is_over or episode.pending:
@@ -477,7 +478,8 @@ class ServedEpisodes:
         Raises RefusedRequest unless the request continues the conversation of its episode, or
         repeats the previous request.
 
-        Returns whether the request repeats the previous one, because the client lost the reply.
+        Returns whether the request repeats the previous one. A client sends a request again if it
+        has lost the reply.
         """
         if episode.is_over:
             raise RefusedRequest(f"the episode has ended: {episode.error or 'its result is known'}")

@@ -2,9 +2,9 @@
 Starts the outside harness of --env-server, and exchanges messages with it.
 
 A harness is a command that plays episodes in an environment. It has its own packages, runs in its
-own process, and asks the endpoint (serving/endpoint.py) for the model's turns. A message is one
-line with a JSON object; Gwen writes to the harness's standard input and reads from its standard
-output:
+own process, and asks the endpoint (serving/endpoint.py) for the model's turns. Gwen writes messages
+to the harness's standard input, and reads messages from its standard output. Each message is one
+line with a JSON object. These are the messages, with the side that sends each of them:
 
     harness: {"type": "ready", "train": [EXAMPLE, ...], "held_out": [EXAMPLE, ...], ...}
     Gwen:    {"type": "policy", "url": ..., "model": ..., "tokenizer": DIRECTORY, "context": ...}
@@ -68,9 +68,9 @@ def parse_message(line: bytes) -> dict[str, Any] | None:
 
 def start_guard(group: int) -> subprocess.Popen[bytes]:
     """
-    Starts a process that kills a group of processes soon after this process has ended.
+    Starts a process that kills a group of processes soon after Gwen's process has ended.
 
-    `Harness.close` ends a harness, but a signal may end this process before that. A harness that
+    `Harness.close` ends a harness, but a signal may end Gwen's process before that. A harness that
     does not read its input would then keep running.
     """
     script = f"cat; sleep {END_SECONDS:g}; kill -9 -{group}"
@@ -95,7 +95,8 @@ class Harness:
         """
         Starts the command. Raises ValueError if it cannot be started.
 
-        The endpoint's secret is the environment variable GWEN_ENV_TOKEN, or a random one.
+        The endpoint's secret is the value of the environment variable GWEN_ENV_TOKEN. If this
+        variable is not set, the secret is random.
         """
         self.command = command
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -240,8 +241,10 @@ class Harness:
 
     def _notice_end_with_open_output(self) -> None:
         """
-        Sets the reason of the end if the harness has ended, but has left a child that keeps its
-        output open. The thread that reads the output cannot notice this.
+        Notices that the harness has ended although a child process keeps its output open.
+
+        The thread that reads the output cannot notice this. The end is recorded `END_SECONDS` after
+        it was first noticed, as the reason why the harness can no longer be used.
         """
         status = self.process.poll()
         if status is None or self._end_reason:

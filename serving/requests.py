@@ -1,9 +1,10 @@
 """
-The requests of the endpoint, in the format of vLLM's `/inference/v1/generate`, and their replies.
+The requests that the endpoint receives, and their replies.
 
-A request holds the token ids of a whole conversation up to the model's next turn. The reply holds
-the ids of this turn and the log-probability of each id. This file checks requests and writes
-replies. serving/endpoint.py receives the requests, and serving/episodes.py answers them.
+Their format is that of vLLM's `/inference/v1/generate`. A request holds the token ids of a whole
+conversation up to the model's next turn. The reply holds the ids of this turn and the
+log-probability of each id. This file checks requests and writes replies. serving/endpoint.py
+receives the requests, and serving/episodes.py answers them.
 """
 
 import asyncio
@@ -34,7 +35,11 @@ UNSUPPORTED = (
 
 
 class RefusedRequest(ValueError):
-    """A request that is answered with an HTTP error. status: the status of the reply."""
+    """
+    A request cannot be carried out, and is answered with an HTTP error.
+
+    status: the HTTP status of the reply.
+    """
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)

@@ -41,7 +41,7 @@ def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Con
     """
     Convert settings to their types, check them, and return them as a Config.
 
-    settings: values by name. `eval_data` is also allowed, for the held-out prompts of `data`.
+    settings: values by name. `eval_data`, which names the held-out prompts, is also allowed.
     flags: the names of the settings that were given as flags.
 
     Raises ValueError if a setting has the wrong type or is out of range, or if two settings
@@ -76,9 +76,9 @@ def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Con
 
 def name_reward_weights(rewards: list[Any], weights: list[Any]) -> dict[str, Any] | list[Any]:
     """
-    Return a dictionary from the name of each reward function to its weight.
+    Return a dictionary with the weight of each reward function, by the function's name.
 
-    In TRL, the weights are a list instead.
+    This converts the weights of TRL, which are a list.
 
     rewards: the reward functions, each as FILE.py:function.
     weights: the weights in the same order.

@@ -2,8 +2,8 @@
 Converts a TRL YAML file, or a script with a TRL trainer, to a recipe for Gwen.
 
 The YAML file must be for `trl grpo` or `trl sft`. The script must use GRPOTrainer or SFTTrainer; it
-is parsed but never run. data/trl.yaml maps TRL names to Gwen's settings. text/foreign_names.py
-advises a user who gives a single TRL flag.
+is parsed but never run. data/trl.yaml maps TRL names to Gwen's settings. For a single TRL flag,
+text/foreign_names.py tells the user what to use instead.
 """
 
 import ast
@@ -62,7 +62,9 @@ class GwenEquivalent(NamedTuple):
 
 def convert_trl_file(path: str) -> str:
     """
-    Return a recipe as YAML for a TRL file, with comments on settings that have no equivalent.
+    Convert a TRL file to a recipe, and return the recipe as YAML.
+
+    Comments in the YAML list the settings that have no equivalent.
 
     Raises ValueError if the file cannot be read or contains no TRL settings.
     """
@@ -238,7 +240,12 @@ def _derive_loss_and_batch(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _derive_lora_rank_and_scale(recipe: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return `lora_rank` and `lora_scale`; the rank is 0 if a complete recipe has no adapters."""
+    """
+    Return `lora_rank` and `lora_scale`, if the TRL file determines them.
+
+    If the file is a complete recipe without adapters, the rank is 0. A recipe counts as complete if
+    it names a model, rewards or training data.
+    """
     asks_for_adapters = recipe.keys() & load_foreign_names()["LoraConfig"]
     if recipe.get("use_peft") is False:
         asks_for_adapters = set()
@@ -273,7 +280,11 @@ def _derive_data(recipe: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _derive_rewards(recipe: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return `reward` (the functions with existing files) and `reward_weights` (by name)."""
+    """
+    Return `reward` and `reward_weights`, if the TRL file determines them.
+
+    `reward` lists the functions whose files exist, and `reward_weights` has weights by name.
+    """
     settings: dict[str, Any] = {}
     names = list_reward_names(recipe)
     with_file = [name for name in names if find_reward_function(path, name)]

@@ -1,8 +1,10 @@
 """
-Reads the settings of a run from flags, the environment and recipes, and writes them as YAML.
+Reads the settings of a run from flags, environment variables and recipes, and writes settings as
+YAML.
 
-A flag overrides the environment, the environment overrides the recipe, and the recipe overrides the
-default. The settings are declared in config.py and checked in settings/checks.py.
+A flag overrides an environment variable, an environment variable overrides the recipe, and the
+recipe overrides the default. The settings are declared in config.py and checked in
+settings/checks.py.
 """
 
 import argparse
@@ -127,7 +129,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 def settings_from_flags(
     args: argparse.Namespace, names: Iterable[str] = SETTINGS
 ) -> dict[str, Any]:
-    """Return each setting in `names`, and also `eval_data`, if it was given as a flag."""
+    """Return those of the settings in `names`, and of `eval_data`, that were given as flags."""
     values = {name: getattr(args, name, None) for name in [*names, "eval_data"]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -140,7 +142,8 @@ def make_paths_absolute(settings: dict[str, Any], *folders: Path) -> dict[str, A
     Return a copy of settings with absolute paths, so that a run finds its files from any directory.
 
     A relative path is first looked up in the working directory, then in each of `folders`.
-    All other texts stay as they are, since they may be hub ids, bundled models or mistakes.
+    A text that is not the path of an existing file stays unchanged, because it may be a hub id, the
+    name of a bundled model or a mistake.
     """
 
     def find_absolute_path(text: str) -> str | None:
@@ -163,7 +166,7 @@ def make_paths_absolute(settings: dict[str, Any], *folders: Path) -> dict[str, A
 
 
 def list_existing_files(settings: dict[str, Any]) -> list[str]:
-    """List the absolute paths in the settings at which a file exists."""
+    """List those absolute paths in the settings that lead to an existing file or directory."""
     return list_existing_paths({key: value for key, value in settings.items() if key in FILES})
 
 
@@ -182,7 +185,7 @@ def find_missing_files(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _split_paths(value: str) -> Iterator[str]:
-    """Yield the paths in the value of a setting, without `NAME=` before and `:function` after."""
+    """Yield the paths in a setting's value, without a prefix `NAME=` or a suffix `:function`."""
     value, _ = split_off_arguments(value)
     parts = [value] if os.path.exists(value) else value.split(",")
     for part in parts:
@@ -205,9 +208,10 @@ def resolve_settings(
     Return the checked settings, and a line for the user about the chosen model and task.
 
     config_path: the path of a recipe; None means the recipe of the task.
-    resume: the directory of a run to continue, or None. The settings of a run to continue are read
-        only from this directory and from the flags.
-    choose_model: a function from the requested model to the chosen model and the reason.
+    resume: the directory of the run to continue; None for a new run. If a run is continued, its
+        settings are read only from this directory and from the flags.
+    choose_model: a function that takes the requested model, and returns the chosen model and the
+        reason for the choice.
     """
     if resume:
         return _read_resumed_settings(flags, config_path, resume)
@@ -270,7 +274,7 @@ def _describe_recipe_values(config: Config, task: str, model: str) -> str:
 
 
 def describe_task_and_data(config: Config) -> str:
-    """The task of a run, and with --loss-type sft also its data file, as text for the console."""
+    """A text for the console that names the task and, with --loss-type sft, the file of --data."""
     task = f"task: {config.data.task}"
     if config.objective.loss_type == "sft":
         return f"replies: {config.data.path}; {task}"
@@ -279,10 +283,11 @@ def describe_task_and_data(config: Config) -> str:
 
 def merge_settings(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
     """
-    Return the checked settings from flags, the environment, a recipe and the defaults.
+    Return the checked settings from flags, environment variables, a recipe and the defaults.
 
-    If all weights are trained, a learning rate that was chosen for adapters is divided by 10, or
-    replaced by 1 with --optimizer sgd.
+    The default learning rate and the rates in most recipes are meant for adapters. If all weights
+    are trained, such a rate is divided by 10; with --optimizer sgd, it is replaced by 1. A rate
+    stays unchanged if it was given as a flag, or if the same recipe file sets `lora_rank` to 0.
 
     flags: the settings that were given as flags.
     recipe: the settings in a recipe file; None means the recipe of the task.
@@ -307,9 +312,9 @@ def merge_settings(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Conf
 
 def low_learning_rate_warning(config: Config) -> str:
     """
-    A warning if the learning rate is far below the rate in the recipe for the model and --data.
+    A warning if the learning rate is far below the usual rate for training this model on --data.
 
-    Returns "" if there is nothing to warn of.
+    The recipe of the task `own` contains the usual rate. Returns "" if there is nothing to warn of.
     """
     rate = config.optimizer.learning_rate
     usual = load_task_defaults("own", config.model.name)["learning_rate"]
@@ -381,7 +386,8 @@ def load_recipe(path: Path) -> dict[str, Any]:
     """
     Load the settings in a recipe file.
 
-    If the file is the `config.yaml` of a run, the paths of moved files are replaced by new paths.
+    If the file is the `config.yaml` of a run, and Gwen finds the new place of a file that was
+    moved, the new path replaces the old one.
 
     Raises ValueError if the file has unknown settings. The message suggests valid settings.
     """
@@ -401,7 +407,11 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 
 def warn_of_literal_escapes(path: Path, stop_texts: Any) -> None:
-    r"""Print a warning for each stop text of a YAML file in which \n or \t is two characters."""
+    r"""
+    Print a warning for each stop text that contains \n or \t as two separate characters.
+
+    path: the YAML file that contains the stop texts.
+    """
     for text in stop_texts if isinstance(stop_texts, list) else [stop_texts]:
         escape = re.search(r"\\[nt]", text) if isinstance(text, str) else None
         if escape:
@@ -446,7 +456,7 @@ def _advise_on_unknown_setting(key: str) -> str:
 
 
 def to_yaml(config: Config, sizes: MemoryDependentSizes | None = None) -> str:
-    """Return all settings of a run as YAML, with `sizes` instead of the settings they replace."""
+    """Return all settings of a run as YAML. The values in `sizes` replace the settings' values."""
     values = config.to_flags(sizes)
     for key, value in values.items():
         if value is None and SETTINGS[key].accepts_auto:
@@ -455,7 +465,11 @@ def to_yaml(config: Config, sizes: MemoryDependentSizes | None = None) -> str:
 
 
 def command_prefix_with_extras(settings: Mapping[str, Any], program: str = "train.py") -> str:
-    """The beginning of a command that runs a program with the extras that the settings need."""
+    """
+    The beginning of a command that runs a program with the extras that the settings need.
+
+    An extra is a named group of optional packages in pyproject.toml.
+    """
     task = settings.get("task") or ""
     model = str(settings.get("model", ""))
     extras = []

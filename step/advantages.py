@@ -67,8 +67,8 @@ def _copies_with_advantages(group: list[Sample], advantages: np.ndarray) -> list
     The samples of a group with their advantages; a sample that was not chosen gets 0.
 
     advantages: (G,) or (G, K), one row for each chosen sample in order, followed by padding.
-    A sample whose advantage is nan becomes unchosen, so that the averages in the loss leave it out.
-    A sample whose advantage is 0 still counts toward them.
+    A sample whose advantage is nan is marked as not chosen, so that the averages in the loss leave
+    the sample out. A sample whose advantage is 0 still counts in these averages.
     """
     chosen_rows = [row for row, sample in enumerate(group) if sample.is_chosen]
     advantage_of_row = dict(zip(chosen_rows, advantages, strict=False))
@@ -89,8 +89,8 @@ def mark_chosen_completions(config: Config, group: list[Sample]) -> list[Sample]
 
     The update trains only on chosen samples.
 
-    --train-completions M chooses the M samples whose rewards have the largest variance. It never
-    chooses a sample that --truncated mask excludes from the loss.
+    --train-completions M chooses, from each group, the M samples that together have the largest
+    variance of rewards. It never chooses a sample that --truncated mask excludes from the loss.
     """
     num_chosen = config.objective.train_completions
     if num_chosen is None:
@@ -179,7 +179,7 @@ def repeat_turn_advantages_per_token(sample: Sample, advantages: np.ndarray) -> 
 
 
 def counts_in_loss(config: Config, sample: Sample) -> bool:
-    """Whether a sample is part of the loss. --truncated mask excludes samples cut off by length."""
+    """Whether a sample is part of the loss. --truncated mask excludes samples that were cut off."""
     return config.objective.truncated != "mask" or sample.finish_reason != "length"
 
 
@@ -195,15 +195,17 @@ def mark_for_update(
     config: Config, samples: list[Sample], step: int, all_have_gradient: bool = False
 ) -> list[Sample]:
     """
-    Copies of all samples with `has_gradient` and `weight` set. A weight of 0 leaves a sample out.
+    Copies of all samples with `has_gradient` and `weight` set.
+
+    A sample with weight 0 does not pass through the model.
 
     A sample has no gradient if its advantage is 0, unless `all_have_gradient` is true. A sample
     that was not chosen never has a gradient. A sample that --truncated mask excludes adds no token
     to any average. If it is chosen, it still counts as a row in the averages over rows.
 
-    Of the samples without a gradient, only one in `MEASURED_OF` is computed, and each step computes
-    different ones. These samples are weighted so that they represent the tokens of all samples
-    without a gradient. This keeps averaged statistics unbiased.
+    Of the samples without a gradient, only one in `MEASURED_OF` passes through the model, and each
+    step selects different ones. The selected samples are weighted so that they represent the tokens
+    of all samples without a gradient. This keeps averaged statistics unbiased.
 
     all_have_gradient: whether the loss has a gradient even where the advantage is 0, as determined
     by `StepLoss`.

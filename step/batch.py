@@ -2,9 +2,10 @@
 Pads samples into batches, which contain everything that the loss needs.
 
 A row is a prompt and its response. If sharing saves enough work, rows share prompts: the model
-computes each distinct prompt only once, with a gradient, and all responses to the prompt continue
-from the cached result. Sharing changes neither the position of a token nor the tokens before it, so
-the gradient stays the same. In a response, the loss covers only the tokens that the policy wrote.
+computes each distinct prompt only once, and all responses to the prompt continue from the cached
+result. The gradient also flows through this result. Sharing changes neither the position of a token
+nor the tokens before it, so the gradient stays the same. In a response, the loss covers only the
+tokens that the policy wrote.
 
 Axes: N samples of the step, M rows and B prompts of a batch, P prompt positions, L positions of a
 row, T tokens that the policy wrote, C hidden width, D hidden width of the teacher.
@@ -151,11 +152,11 @@ def make_batches(
     num_mini_batches: int = 1,
 ) -> list[Batch]:
     """
-    Pads samples into batches of at most about `token_budget` positions.
+    Pads samples into batches that keep to a budget of `token_budget` positions.
 
-    Only a batch of a single row or a single group may exceed the budget. Samples with weight 0 are
-    left out. The groups are divided evenly among the mini-batches, and each batch belongs to one
-    mini-batch.
+    Only a batch that consists of a single row or a single group may exceed the budget. Samples with
+    weight 0 are left out. The groups are divided evenly among the mini-batches, and each batch
+    belongs to one mini-batch.
 
     sharing: see `plan_batches_and_sharing`.
 
@@ -163,8 +164,9 @@ def make_batches(
     is a sum divided by the mean number of tokens per mini-batch, and not by the number of tokens in
     that mini-batch. So a token has the same weight in every mini-batch. Source: TRL 1.16.
 
-    The divisors of the loss do not count samples that --train-completions leaves out. If they
-    are computed for statistics, they have batches of their own, whose `is_trained` is False.
+    The divisors of the loss do not count samples that --train-completions leaves out. If such
+    samples pass through the model for statistics, they are in batches of their own, in which
+    `is_trained` is False.
     """
     prompts = [sample.prompt for sample in samples]
     lengths = np.array([len(sample.response_ids) if sample.weight else 0 for sample in samples])
@@ -276,7 +278,9 @@ def _pack_groups_into_batches(
 
 def _pad_samples_into_batch(rows: list[int], samples: list[Sample], shares_prompts: bool) -> Batch:
     """
-    One padded batch of the given samples, without the fields for its mini-batch.
+    One padded batch of the given samples.
+
+    `make_batches` sets the fields that describe the batch's mini-batch.
 
     rows: the indices of these samples in the step.
     """

@@ -6,8 +6,8 @@ computed with the setting and without it. So this file needs no list of the sett
 uses, and it also works for a user's own loss.
 
 With one update per rollout, the importance ratio is 1, except for samples of earlier steps that
-`Trainer.on_samples` adds. At a ratio of 1, no clip range has an effect, and some losses have the
-same gradient.
+`Trainer.on_samples` adds. At a ratio of 1, no clip range has an effect, and some of the losses
+have the same gradient as each other.
 
 Axes: M rows, T tokens of a row.
 """
@@ -51,8 +51,8 @@ def describe_settings_without_effect(
 
     own_loss: the user's own loss function; None if --loss-type names one of Gwen's losses.
     may_replay: whether `Trainer.on_samples` is set. This hook may add samples of earlier steps,
-    whose importance ratios are not 1. The lines then name only settings without effect at any
-    ratio.
+    whose importance ratios are not 1. If the hook is set, the lines name only settings that have no
+    effect at any ratio.
     """
     if config.objective.loss_type in ("sft", "distill"):
         return []  # settings/checks.py refuses the settings that these losses cannot use
@@ -69,12 +69,12 @@ def describe_settings_affecting_only_replay(
     config: Config, own_loss: grpo.LossFunction | None = None
 ) -> list[str]:
     """
-    Returns a line that names the loss settings that affect only samples of earlier steps.
+    Returns lines about the loss settings that affect only samples of earlier steps.
 
-    If there is no such setting, the list is empty. The line is for a run with `Trainer.on_samples`,
-    which may add such samples. The importance ratios of all other samples are 1 if each rollout
-    gets one update. A second line follows if the user's own loss ignores the weights that
-    --importance-sampling-correction gives such samples.
+    The first line names these settings; if there are none, the list is empty. The lines are for a
+    run with `Trainer.on_samples`, which may add samples of earlier steps. The importance ratios of
+    all other samples are 1 if each rollout gets one update. A second line follows if the user's own
+    loss ignores the weights that --importance-sampling-correction gives to the added samples.
     """
     lines_without_replay = describe_settings_without_effect(config, own_loss)
     lines_at_any_ratio = describe_settings_without_effect(config, own_loss, may_replay=True)
@@ -113,7 +113,7 @@ def _uses_sampled_logprobs(config: Config, loss: grpo.LossFunction) -> bool:
 def _describe_unused_loss_settings(
     config: Config, loss: grpo.LossFunction, are_ratios_one: bool, may_replay: bool
 ) -> Iterator[str]:
-    """Yields a line for each setting in NEUTRAL that is set but does not change the gradient."""
+    """Yields a line for each setting in NEUTRAL that is not at its default, but has no effect."""
     objective = make_objective(config)
     values = config.to_flags()
     defaults = Config.from_flags().to_flags()
@@ -207,7 +207,7 @@ def _explain_why_ratio_is_one() -> str:
 
 def make_varied_tokens(config: Config, are_ratios_one: bool) -> grpo.Tokens:
     """
-    Makes tokens for a trial, whose importance ratios are either all 1 or far apart.
+    Makes made-up tokens. Their importance ratios are either all 1 or far apart.
 
     The tokens of a row have the same advantage, unless an environment may reward turns.
     """

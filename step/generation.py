@@ -28,7 +28,11 @@ PROMPT_END = 64
 
 
 class Player(Protocol):
-    """Plays whole episodes outside of this process: a `step.player.HarnessPlayer`."""
+    """
+    The interface of an object that lets an outside program play whole episodes.
+
+    `step.player.HarnessPlayer` implements this interface.
+    """
 
     context: int  # the maximum number of tokens in a conversation
 
@@ -71,9 +75,9 @@ def generate_completions(
 
     key: all random numbers depend only on this key and on the row, so pass a new key for each
     rollout. batch_size: see `sampler.rollout`. toolbox: the tools and environments that the policy
-    may call. player: plays the samples instead of the toolbox; in training, samples whose episodes
-    fail are then left out. environment_seed: the seed of the environments. is_evaluation: see
-    `Episodes`.
+    may call. player: the object that plays the episodes of the samples; if it is given, the toolbox
+    is not used, and in training, samples whose episodes fail are left out. environment_seed: the
+    seed of the environments. is_evaluation: see `Episodes`.
     environment_reward_weights: the weights of the rewards that the environments give.
 
     Raises ValueError, which names the prompt, if a log-probability is not finite.

@@ -196,9 +196,9 @@ class StepLoss:
         The log-probabilities (M, T) in the denominator of the importance ratio.
 
         logprobs_before_update (M, T): the log-probabilities under the policy before the update. For
-        a replayed row, the sampler's log-probabilities are used instead. This exception does not
-        apply with --importance-sampling-correction, because the token weights that it sets already
-        contain the ratio of the policy before the update to the sampler.
+        a replayed row, the sampler's log-probabilities are used instead. There is no such exception
+        with --importance-sampling-correction, because this setting already multiplies the loss of
+        each token by the token's probability before the update divided by the sampler's.
         """
         is_corrected = self.objective.importance_sampling_correction != "off"
         if batch.is_replayed is None or is_corrected:
@@ -224,8 +224,9 @@ def mismatch_sums_and_maxima(
 
     Statistics whose names end in `_max` are maxima. All others are sums over the tokens.
     token_weights (M, T): the mask times the weights of the rows. is_replayed (M, 1) bool: the rows
-    that an earlier policy wrote. The policy has moved since then, so the difference in these rows
-    says nothing about rounding. It goes into the statistic REPLAY_GAP instead.
+    that an earlier policy wrote. In all other rows, the log-probabilities differ only because the
+    sampler rounds differently. In these rows, they also differ because the policy has changed, so
+    their difference goes into the separate statistic REPLAY_GAP.
     """
     replay_stats: dict[str, mx.array] = {}
     if is_replayed is not None:

@@ -107,7 +107,12 @@ def loss_gradients_by_token_field(
 def measure_token_field_uses(
     loss_function: grpo.LossFunction, trials: list[grpo.Tokens], objective: grpo.Objective
 ) -> dict[str, TokenFieldUse]:
-    """Measures how the loss uses each field of the tokens, with small changes and gradients."""
+    """
+    Finds out how the loss uses each field of the tokens.
+
+    A field has an effect if small changes of its values change the loss. The gradient of the loss
+    with respect to the field shows whether the field trains the policy.
+    """
     uses: dict[str, TokenFieldUse] = {}
     rng = np.random.default_rng(0)
     for tokens in trials:
@@ -187,7 +192,7 @@ def has_gradient_at_zero_advantage(
 
 
 def select_rows(tokens: grpo.Tokens, rows: list[int]) -> grpo.Tokens:
-    """The tokens of some rows, (M, T). The counts for the whole step stay the same."""
+    """The tokens of some rows, (M, T). `num_items` and `num_rows` still describe the whole step."""
     fields = []
     for value in tokens:
         if isinstance(value, mx.array):
@@ -197,7 +202,7 @@ def select_rows(tokens: grpo.Tokens, rows: list[int]) -> grpo.Tokens:
 
 
 def repeat_rows(tokens: grpo.Tokens) -> grpo.Tokens:
-    """The tokens of a step with each row twice, (2M, T). The counts for the whole step double."""
+    """The tokens of a step with each row twice, (2M, T). `num_items` and `num_rows` are doubled."""
     assert tokens.num_items is not None and tokens.num_rows is not None
     repeated = select_rows(tokens, 2 * list(range(len(tokens.mask))))
     return repeated._replace(num_items=2 * tokens.num_items, num_rows=2 * tokens.num_rows)
@@ -206,7 +211,7 @@ def repeat_rows(tokens: grpo.Tokens) -> grpo.Tokens:
 def losses_of_single_rows(
     loss_function: grpo.LossFunction, tokens: grpo.Tokens, objective: grpo.Objective
 ) -> list[grpo.Loss]:
-    """The loss of each row as a micro-batch of its own."""
+    """For each row, the loss of a micro-batch that contains only this row."""
     return [loss_function(select_rows(tokens, [row]), objective) for row in range(len(tokens.mask))]
 
 

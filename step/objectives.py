@@ -1,7 +1,8 @@
 """
 Loads a user's own loss and advantage functions, and tries them out before a model is loaded.
 
-Gwen's own losses and advantages are in grpo.py. A user sets these flags:
+Gwen's own losses and advantages are in grpo.py. A user names other functions with these
+flags:
 
     --loss-type FILE.py:function    (Tokens, Objective) -> Loss, like the functions in grpo.LOSSES
     --advantage FILE.py:function    rewards (B, G) float64 -> advantages (B, G), or a tuple of the
@@ -238,9 +239,10 @@ def _raise_if_sum_of_rows_does_not_add_up(
     label: str, name: str, rows: str, loss: grpo.Loss, row_losses: list[grpo.Loss]
 ) -> None:
     """
-    Raises ValueError unless the loss's statistic `name` for several rows fits the single rows.
+    Raises ValueError if the statistic `name` of several rows disagrees with that of each row alone.
 
-    It must be the sum of the values for the single rows, or their maximum if `name` ends in `_max`.
+    The statistic of several rows must be the sum of the values for the single rows. If `name` ends
+    in `_max`, the statistic must be the maximum of these values.
     """
     values = mx.array([row_loss.sums[name] for row_loss in row_losses if name in row_loss.sums])
     if name.endswith("_max"):
@@ -257,8 +259,8 @@ def _raise_if_sum_of_rows_does_not_add_up(
     value = loss.sums[name].item()
     if not abs(value - expected) <= 1e-4 * max(abs(value), 1):
         raise ValueError(
-            f"{label} returned {value:.4g} as the sum {name!r} for {rows}, but the {kind} the "
-            f"values that it returned for each row alone is {expected:.4g}; {fix}"
+            f"{label} returned {value:.4g} as the sum {name!r} for {rows} together, but the {kind} "
+            f"its values for the same rows one by one is {expected:.4g}; {fix}"
         )
 
 
@@ -288,7 +290,7 @@ def _compute_or_raise_with_location(
     label: str, function: Callable[..., Any], compute: Callable[[], Any]
 ) -> Any:
     """
-    Calls `compute`, which calls the user's function, and returns the result.
+    Returns the result of `compute`, which calls the user's function.
 
     If the user's function fails, raises ValueError with file and line. If the function replaced
     `sys.stdout` or `sys.stderr`, restores the stream.
@@ -340,8 +342,8 @@ def compute_custom_advantages(
     Calls a user's advantage function with rewards (B, G) float64. Returns (B, G) float32.
 
     The function returns either the advantages, or the advantages and a bool array (B, G) that says
-    which samples the update trains. The advantage of a sample that is not trained becomes nan. The
-    rewards of missing samples are nan, and their advantages become 0.
+    on which samples the update trains. The advantages of all other samples become nan. The rewards
+    of missing samples are nan, and their advantages become 0.
 
     Raises ValueError if the user's function fails, or if it returns an array of another shape or a
     value that is not finite.
@@ -349,7 +351,7 @@ def compute_custom_advantages(
     label = f"--advantage {spec}{file_and_line_suffix(function)}"
 
     def compute_advantages_and_is_trained() -> tuple[np.ndarray, np.ndarray]:
-        """The user's advantages, and which samples are trained."""
+        """The user's advantages, and whether the update trains on each sample."""
         result = function(rewards.copy())
         is_trained = np.ones(rewards.shape, bool)
         if isinstance(result, tuple) and len(result) == 2:

@@ -29,9 +29,9 @@ OptimizerFunction = Callable[[float], optim.Optimizer]
 
 class Sgd(optim.Optimizer):
     """
-    Plain gradient descent, w - lr g.
+    Plain gradient descent: each weight becomes weight - learning_rate * gradient.
 
-    It stores no momentum, whereas MLX's own SGD stores a momentum of zeros.
+    This optimizer stores no momentum, whereas MLX's own SGD stores a momentum of zeros.
     """
 
     def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
@@ -138,7 +138,7 @@ def _call_optimizer_function(
 
 
 def _refuse_other_learning_rate(label: str, optimizer: optim.Optimizer, rate: float) -> None:
-    """Raises ValueError if the optimizer has a learning rate that the run would overwrite."""
+    """Raises ValueError unless the optimizer has the run's learning rate, without a schedule."""
     if isinstance(optimizer, optim.MultiOptimizer):
         for part in optimizer.optimizers:
             _refuse_other_learning_rate(label, part, rate)
@@ -150,7 +150,7 @@ def _refuse_other_learning_rate(label: str, optimizer: optim.Optimizer, rate: fl
             f"overwrite; {advice}, and set --lr-scheduler-type and --warmup-steps"
         )
     if "learning_rate" not in optimizer.state:
-        raise ValueError(f"{label} has no learning rate, which the run must set; {advice}")
+        raise ValueError(f"{label} has no learning rate that the run can set; {advice}")
     own_rate = float(optimizer.learning_rate.item())
     if abs(own_rate - rate) > 1e-6 * abs(rate):
         raise ValueError(

@@ -39,10 +39,12 @@ class HarnessPlayer:
         """
         Tells the harness about the policy.
 
-        Raises ValueError if there are several machines, or if settings do not fit.
+        Raises ValueError if there are several machines, or if the harness has ended.
         """
         if world.size() > 1:
-            raise ValueError("--env-server works only on a single machine; start the run on one")
+            raise ValueError(
+                "--env-server works only on a single machine; start the run on one machine"
+            )
         self.harness = harness
         self.tokenizer = tokenizer
         self.thinking = config.sampling.thinking
@@ -65,10 +67,10 @@ class HarnessPlayer:
 
     def encode_prompt(self, example: Example) -> list[int]:
         """
-        The ids of an example's prompt without tools, for memory estimates.
+        The token ids of an example's prompt, from which the memory that the run needs is estimated.
 
-        The harness encodes the prompt itself. Raises ValueError if the prompt leaves no room for
-        the model's turns.
+        The ids include no tools. For an episode, the harness encodes the prompt itself. Raises
+        ValueError if the prompt leaves no room for the model's turns.
         """
         ids = chat_template.encode_chat(
             self.tokenizer,
@@ -95,13 +97,14 @@ class HarnessPlayer:
         is_evaluation: bool,
     ) -> tuple[list[Sample], sampler.RolloutStats]:
         """
-        Returns copies of the samples with their episodes filled in, and the cost of sampling.
+        Returns copies of the samples with their episodes filled in, and sampling statistics.
 
         In training, samples whose episodes failed are left out. In evaluations, they have an empty
-        response and no reward. The field `failures` of the cost lists the errors of these episodes.
-
-        seed: a text. From this text and a group's number, the harness may seed the group's
+        response and no reward. The field `failures` of the statistics lists the errors of these
         episodes.
+
+        seed: a text. The harness receives it, followed by the number of the group, and may use both
+        to seed the episodes of the group.
 
         The harness plays at most `harness.most_at_once` episodes at the same time.
 
@@ -148,10 +151,11 @@ class HarnessPlayer:
         """
         Plays one episode for each sample, all at the same time.
 
-        first_row: the number of the first sample's row, which determines its random numbers.
+        first_row: the number of the first sample's row. The number of a row determines the random
+        numbers with which the row is sampled.
 
         Returns the episodes, the values that the rollout gives to the samples (by episode number),
-        and the cost of sampling.
+        and the statistics of sampling.
         """
         episodes = ServedEpisodes(
             self.harness,
@@ -207,7 +211,7 @@ class HarnessPlayer:
 
 
 def add_stats(total: sampler.RolloutStats, part: sampler.RolloutStats) -> sampler.RolloutStats:
-    """The total cost of two parts of a rollout."""
+    """The statistics of two parts of a rollout together."""
     return sampler.RolloutStats(
         prefill_s=total.prefill_s + part.prefill_s,
         decode_s=total.decode_s + part.decode_s,
@@ -220,8 +224,8 @@ def sample_with_episode(sample: Sample, episode: ServedEpisode, fields: dict[str
     """
     The sample with the results of an episode that did not fail.
 
-    fields: the values that the rollout gives to the sample. A row that was cut off may end with ids
-    of the environment to which the model has not replied. These ids are left out.
+    fields: the values that the rollout gives to the sample. If a row was cut off, it may end with
+    token ids from the environment, after which the model wrote nothing. These ids are left out.
     """
     outcome = episode.outcome
     assert outcome is not None

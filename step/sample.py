@@ -98,7 +98,7 @@ class Sample(NamedTuple):
 def new_samples(
     examples: Sequence[Example], prompts: list[list[int]], group_size: int
 ) -> list[Sample]:
-    """Makes `group_size` samples with an empty response for each prompt."""
+    """For each prompt, makes `group_size` samples whose responses are still empty."""
     samples = []
     for group, (prompt, example) in enumerate(zip(prompts, examples, strict=True)):
         samples += [Sample(prompt, [], (), group, example=example)] * group_size
@@ -137,8 +137,8 @@ def mark_replayed_samples(samples: list[Sample], fresh: list[Sample]) -> list[Sa
     Copies of the samples with `is_replayed` set.
 
     fresh: the samples that the current policy wrote. A sample counts as replayed unless a fresh
-    sample has the same array of log-probabilities. A given reply has no log-probabilities and is
-    not replayed.
+    sample has the very same array object in `logprobs`. A given reply has no log-probabilities and
+    is not replayed.
     """
     # a sample that `_replace` changed still has the same array of log-probabilities
     fresh_arrays = {id(sample.logprobs) for sample in fresh}

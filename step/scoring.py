@@ -51,7 +51,8 @@ def judge_samples(grader: Grader, samples: list[Sample]) -> Judgement:
     """
     Calls the judge with all samples, and returns the judge's rewards and scores.
 
-    The judge reads only the text after a thought. If a thought never ends, the answer is empty.
+    The judge reads only the text after a thought. If a thought never ends, the judge reads an
+    empty answer.
     """
     prompts = [last_user_text(sample.example["prompt"]) for sample in samples]
     answers = [strip_thoughts(sample.text) for sample in samples]

@@ -41,7 +41,7 @@ class Teacher:
         """
         Loads the teacher model and the teacher's extra prompt.
 
-        base: the model before training, if disabling the student's adapters does not restore it.
+        base: the model before training; None if disabling the student's adapters restores it.
         token_budget: the maximum number of positions in a batch.
 
         Raises ValueError if the teacher cannot be loaded, has a different tokenizer, or lacks some
@@ -126,7 +126,11 @@ class Teacher:
     def add_teacher_states_and_head(
         self, samples: list[Sample], batches: list[Batch]
     ) -> list[Batch]:
-        """Copies of the batches with the teacher's hidden states and output weights in `lesson`."""
+        """
+        Copies of the batches, in which the field `lesson` is set.
+
+        This field contains the teacher's hidden states and output weights.
+        """
         head_weight = self.model.head_weight[: self.num_ids]
         completed: list[Batch] = []
         with lora.use_initial_weights(self.model):

@@ -5,7 +5,7 @@ After an optimizer step, the policy is run again on a part of the rollout, which
 probe. If the KL between the policies before and after the step exceeds the target, the step is
 shortened. AdamW's moments do not depend on the learning rate, and AdamW's step is proportional to
 the learning rate. So scaling the step down has the same effect as a lower learning rate, and no new
-gradient is needed. This file does not use the model.
+gradient is needed. This file does not run the model: update.py passes it the log-probabilities.
 
 Sources: the target KL of PPO, arXiv:1707.06347, and the line search of TRPO, arXiv:1502.05477.
 
@@ -73,8 +73,8 @@ def measure_kl(probe: list[Batch], current_logprobs: list[mx.array]) -> float:
     Estimates KL(old policy, current policy) in nats per token as the mean of r - 1 - log r.
 
     Here r is the current probability of a token divided by the old probability. The mean over
-    tokens that the old policy sampled is unbiased, and the term of a token is never negative (k3,
-    http://joschu.net/blog/kl-approx.html).
+    tokens that the old policy sampled is an unbiased estimate of the KL, and the term of a token is
+    never negative. Source: the estimator k3 in http://joschu.net/blog/kl-approx.html.
 
     current_logprobs: the log-probabilities in the probe under the current policy, (M, T) for each
     batch.

@@ -81,7 +81,7 @@ def load_task(
     """
     The task with the given name, with its own examples or those in `data`.
 
-    data: a source of examples, as for `load_training_and_held_out`.
+    data: a source of examples; see `spec` in `prompts.held_out.load_training_and_held_out`.
     held_out: a source of held-out examples; evaluations may pass it without `data`.
     held_out_keys: the keys of prompts to hold out; see `split_examples`.
 
@@ -139,7 +139,7 @@ def make_task_without_user_rewards(
         )
     if data.columns and not source:
         raise ValueError(
-            f"--columns {data.columns} renames columns of --data, but --data is missing; add it"
+            f"--columns {data.columns} renames columns of --data, but --data is missing; add --data"
         )
     if config.tools.env_server:
         return _load_harness_task(config, source)
@@ -346,9 +346,10 @@ def warm_start_contamination_warnings(
     """
     A warning if the run that --init-adapter names was trained on prompts that are held out here.
 
-    The flag --init-adapter may name a run or a checkpoint of a run. Prompts are compared by their
-    last user message, and prompts that this run trains on are ignored. Returns [] if no held-out
-    prompt was trained on, if the flag names no run, or if the data of that run cannot be read.
+    The flag --init-adapter may name a run or a checkpoint of a run. Two prompts count as the same
+    if their last user messages are equal. A held-out prompt that this run also trains on causes no
+    warning here. Returns [] if the earlier run did not train on any held-out prompt, if the flag
+    names no run, or if the data of the earlier run cannot be read.
     """
     adapter = Path(config.model.init_adapter)
     directories = (adapter, *adapter.parents[:3])
@@ -385,9 +386,9 @@ def add_user_rewards_and_weights(task: Task, config: Config) -> Task:
 
 def _with_user_rewards_instead(task: Task, config: Config) -> Task:
     """
-    The task with the rewards of --reward, each with weight 1, instead of the task's own rewards.
+    A copy of the task, in which the rewards of --reward replace the task's own rewards.
 
-    The rubric and the metrics of the task are kept.
+    Each reward of --reward has weight 1. The rubric and the metrics of the task are kept.
     """
     specs = []
     for spec in config.data.reward:
@@ -419,10 +420,11 @@ def _set_weights_and_drop_unusable_rewards(task: Task, config: Config) -> Task:
     The task with the weights of --reward-weights.
 
     A reward with weight 0 is only a metric. A rubric with weight 0 is removed, because its judge
-    would take time for nothing. A run with a teacher needs no reward. One of the task's own rewards
-    is removed if its weight is 0 and the data lacks a column that the reward reads.
+    would take time for nothing. Without --reward, a reward of the task is removed if the data lacks
+    a column that the reward reads, and the weight is 0 or the run uses --loss-type distill.
 
-    Raises ValueError if a reward with a nonzero weight reads a column that the data lacks.
+    Raises ValueError if any other reward reads a column that the data lacks, if --reward-weights
+    names an unknown reward, or if no reward is left in a run without a teacher.
     """
     given_weights = config.data.reward_weights
     names = list(task.rewards)
@@ -456,8 +458,8 @@ def _set_weights_and_drop_unusable_rewards(task: Task, config: Config) -> Task:
             # the reward belongs to the task, and the user may not know it
             if weights[name] and config.objective.loss_type != "distill":
                 raise ValueError(
-                    f"{error}; {name} is a reward of --task {task.name}, "
-                    "so add --reward, or use --task values to train with only a rubric"
+                    f"{error}; {name} is a reward of --task {task.name}; to replace it, add "
+                    "--reward, or use --task values to train with only a rubric"
                 ) from error
             continue
         usable[name] = reward

@@ -16,8 +16,9 @@ def refuse_unusable_curriculum(prompts: Any) -> None:
     """
     Raises ValueError if a user's object cannot draw prompts, or cannot restore its state.
 
-    The inherited `load_state` sets the attribute `state`. This does not restore an object whose
-    class makes `state` from other attributes, in `commit` or in a property.
+    The inherited `load_state` only sets the attribute `state`. If a class has a method `commit` or
+    a property `state` that makes the state from other attributes, these attributes would not be
+    restored. Such a class must therefore define `load_state`.
     """
     label = f"run.prompts is an object of the class {type(prompts).__qualname__}"
     for method in ("next_prompts", "commit", "state", "load_state"):
@@ -33,7 +34,7 @@ def refuse_unusable_curriculum(prompts: Any) -> None:
             if name in members and (name == "commit" or isinstance(members[name], property)):
                 raise ValueError(
                     f"{label}, which defines {name} but no load_state, so a resumed run would "
-                    "lose the state without a word; add a method def load_state(self, state) "
+                    "lose the state without a warning; add a method def load_state(self, state) "
                     f"that restores the attributes from which {name} makes the state"
                 )
 
@@ -46,7 +47,8 @@ def draw_checked_prompts(
 
     step: the number of completed steps.
     encode: a function that encodes the prompts of examples as token ids. None if the rollout
-    encodes the prompts itself, as it does with tools; then the ids of the draw are not used.
+    encodes the prompts itself, as in a run with tools. In this case, the ids that the object
+    returns are neither checked nor used.
 
     Raises ValueError if the object fails, draws nothing, or returns ids of other prompts.
     """
@@ -97,9 +99,10 @@ def describe_unusual_prompt_count(num_prompts: int, batch: int, step: int) -> st
 
 def observe_and_commit(prompts: Any, figures: dict[str, Any] | None) -> None:
     """
-    Tells a user's object that a step has ended.
+    Tells a user's object that a step has ended, and calls its `commit`.
 
-    figures: the metrics of the step; None if no step was trained.
+    figures: the metrics of the step. None if the run was only made or restored; in this case, only
+    `commit` is called.
 
     Raises ValueError if the object fails, or if JSON cannot express its state.
     """

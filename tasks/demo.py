@@ -69,9 +69,9 @@ def make_problem(a: int, b: int, wording_index: int) -> Example:
 
 def number_pairs_of_side(held_out: bool) -> list[tuple[int, int]]:
     """
-    The ordered pairs of numbers from 1 to 49 on the held-out side or on the training side.
+    The pairs (a, b) of numbers from 1 to 49 that are held out, or those that are trained on.
 
-    The pairs (a, b) and (b, a) are always on the same side.
+    If a pair (a, b) is held out, so is the pair (b, a).
     """
     pairs = [(a, b) for a in range(1, 50) for b in range(a, 50)]
     random.Random(0).shuffle(pairs)
@@ -81,7 +81,11 @@ def number_pairs_of_side(held_out: bool) -> list[tuple[int, int]]:
 
 
 def choose_problems_mostly_with_carry(held_out: bool, num: int) -> list[Example]:
-    """Chooses `num` different problems, the same in every run. Two thirds have a carry."""
+    """
+    Chooses `num` different problems, which are the same in every run.
+
+    In two thirds of the problems, adding the last digits gives a carry.
+    """
     problems = [
         make_problem(a, b, wording_index)
         for a, b in number_pairs_of_side(held_out)

@@ -32,8 +32,8 @@ class EpochPrompts:
     to an instance of it before the first step. A subclass that overrides `commit` must also
     override `load_state`.
 
-    state: the state after the last finished step, as JSON for checkpoints. A resumed run does not
-    restore any other attributes.
+    state: everything that later draws depend on, as it was after the last finished step.
+    Checkpoints store this attribute as JSON; a resumed run does not restore any other attribute.
     """
 
     state: dict[str, Any] = {}  # noqa: RUF012  (each object has a copy of its own)
@@ -60,8 +60,8 @@ class EpochPrompts:
         """
         Receives the metrics of a finished step, before `commit`.
 
-        figures: the metrics, named as in `metrics.jsonl`. With several machines, each machine
-        receives its own times, so do not let times decide which prompts are drawn.
+        figures: the metrics, named as in `metrics.jsonl`. With several machines, the machines
+        measure different times, so do not let measured times decide which prompts are drawn.
         """
 
     def commit(self) -> None:
@@ -74,10 +74,10 @@ class EpochPrompts:
 
 class EndlessPrompts(EpochPrompts):
     """
-    Draws endless problems, each of which is made when it is drawn.
+    Draws problems from an endless source, which makes each problem when it is drawn.
 
-    Held-out problems are never drawn. No problem is drawn twice until all problems have been drawn.
-    Then a message is printed, and the problems repeat.
+    Held-out problems are never drawn. No problem is drawn twice while the source still has new
+    problems. When it has none, a message is printed, and the problems repeat.
     """
 
     def __init__(

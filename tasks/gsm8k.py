@@ -17,7 +17,8 @@ def load_examples() -> Sides:
         test = load_data("openai/gsm8k:main:test", None, read_record)
     except ValueError as error:
         raise ValueError(
-            f"{error}; or use --data FILE.jsonl with columns question and answer"
+            f"{error}; to use a file instead, give --data FILE.jsonl with the columns question "
+            "and answer"
         ) from error
     return train, test
 

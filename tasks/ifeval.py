@@ -1,19 +1,20 @@
 """
-The task `ifeval`, with endless prompts that give instructions about a text.
+The task `ifeval`, with endless prompts that ask for a text and give instructions for writing it.
 
 Each prompt names the topic of the text. The task name `ifeval:NAME,NAME` selects kinds of
 instructions from IFEval (arXiv:2311.07911). Three quarters of the prompts have one instruction, and
-the others have two. All kinds and words are in `data/ifeval.yaml`. The topics, keywords and
-wordings of held-out prompts occur in no training prompt. Completions are verified by the rules of
-IFEval, with the optional package if-verifiable. The package searches completions with regular
-expressions, and completions may contain an attack, so the worker processes that use the package are
-sealed.
+the others have two. The kinds of instructions, and the topics, keywords and wordings of prompts,
+are in `data/ifeval.yaml`. The topics, keywords and wordings of held-out prompts occur in no
+training prompt. Completions are verified by the rules of IFEval, with the optional package
+if-verifiable. The package searches completions with regular expressions. A completion may be
+written to attack the program that reads it, so the worker processes that use the package are sealed
+(sandbox/seal.py).
 
 The task differs from the benchmark IFEval in two ways. First, a keyword must occur as a whole word
-in this task, while the benchmark finds "honest" in "honesty". Second, sentences are counted by the
-sentence splitter that is part of IFEval rather than by punkt. No package index provides the data
-files of nltk, so this file does not use features that need them. Therefore no prompt has the
-instruction `change_case:capital_word_frequency`.
+in this task, while the benchmark finds "honest" in "honesty". Second, this task counts sentences
+with the simple sentence splitter that is part of IFEval, while the benchmark uses the tokenizer
+punkt of the library nltk. Punkt needs data files that no package index provides. The instruction
+`change_case:capital_word_frequency` also needs such files, so no prompt contains it.
 """
 
 import functools
@@ -252,9 +253,11 @@ def make_instruction_checker() -> Callable[[Question], float]:
 
 def keywords_to_whole_word_patterns(arguments: dict[str, Any]) -> dict[str, Any]:
     """
-    The arguments of an instruction, with patterns that match whole words in place of keywords.
+    The arguments of an instruction, in which patterns replace the keywords.
 
-    Without these patterns, the verifiers would find the keyword "honest" in "honesty", but not in
+    A pattern matches its keyword only as a whole word.
+
+    Without the patterns, the verifiers would find the keyword "honest" in "honesty", but not in
     "_honest_".
     """
     patterns = {

@@ -61,9 +61,10 @@ def with_verifier(task: Task, spec: str, has_reward: bool) -> Task:
     If no answer can be compared, the task has no verifier.
 
     spec: the value of --verifier; "" means `auto`.
-    has_reward: whether the user has a reward function. If so, and if --verifier is not set and the
-    answers are texts, the comparison is only the metric `exact`. Evaluations then report the score
-    of the user's function, because that function may reward right answers in other words.
+    has_reward: whether the user has a reward function. Such a function may reward right answers
+    that are written in other words. So if --verifier is not set, and the answers would be compared
+    by the verifier `exact`, this comparison is only a metric, and evaluations report the score of
+    the user's function.
 
     Raises ValueError in the same cases as `choose_verifier` and `load_function`.
     """
@@ -130,9 +131,10 @@ def _note_prose_and_alternatives(rows: list[Example], include_prose: bool) -> li
 
 def note_unread_columns(task: Task, columns_flag: str, teacher_prompt: str = "") -> list[str]:
     """
-    Returns one line on the text columns that no prompt, reward, environment or template reads.
+    Returns a list with one line, which names the text columns that nothing reads.
 
-    The list is empty if every text column is read.
+    A column can be read by a prompt, a reward, an environment or a template. The list is empty if
+    every text column is read.
 
     columns_flag: the value of --columns.
     teacher_prompt: the template in the file --teacher-prompt, which may name columns.

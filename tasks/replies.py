@@ -20,7 +20,7 @@ from tasks.task import Task
 
 
 class ConversationsAndTask(NamedTuple):
-    """The conversations of a run of supervised fine-tuning."""
+    """The conversations of a run of supervised fine-tuning, and the task that evaluates the run."""
 
     train: list[Example]
     held_out: list[Example]
@@ -56,7 +56,11 @@ def load_conversations_and_task(
 
 
 def _pop_problem_of_each_conversation(conversations: list[Example]) -> list[Example | None]:
-    """Removes and returns each conversation's problem. All problems get the same columns."""
+    """
+    Removes and returns each conversation's problem, which consists of a prompt and a right answer.
+
+    All problems get the same columns. A problem is None if its conversation uses tools.
+    """
     problems: list[Example | None] = [
         conversation.pop(chats.PROBLEM) for conversation in conversations
     ]

@@ -6,12 +6,13 @@ below `FIRST`, and training problems have numbers from `FIRST` on. The seed of a
 of these numbers, which differs from the ranges of other seeds. A run never trains on held-out
 prompts, and repeats prompts only when none are new.
 
-Worker processes make the problems, because four of the generators depend on the hashes of strings,
-which are the same in all workers. Other workers score the answers by the rules of the data sets.
-The scoring workers are sealed, because some scorers never finish on hostile text. The scoring
-workers make no problems, so that no answer can influence a problem. Where a scorer would run an
-answer as Python code, `eval` is replaced by a function in `rewards/formulas.py`. This file does not
-cover which problems are drawn in a step (tasks/draws.py).
+Worker processes make the problems. Four of the generators depend on the hashes of strings, which
+differ from one Python process to the next, but are the same in all workers. Other workers score the
+answers by the rules of the data sets. The scoring workers are sealed (sandbox/seal.py), because an
+answer may be hostile text. Their time is limited, because some scorers never finish on such text.
+The scoring workers make no problems, so that no answer can influence a problem. Where a scorer
+would run an answer as Python code, `eval` is replaced by a function in `rewards/formulas.py`. This
+file does not cover which problems are drawn in a step (tasks/draws.py).
 """
 
 # ruff: noqa: RUF001  (the sign for a logical "or" looks like a v)
@@ -109,7 +110,8 @@ def _is_same_word(answer: str, entry: dict[str, Any]) -> bool:
     """
     Whether an answer is the right word, apart from upper and lower case.
 
-    The scorer of reasoning-gym compares only whether the texts are empty.
+    The scorer of reasoning-gym accepts every answer that is not empty, because it converts both
+    texts to bool before it compares them.
     """
     return answer.lower() == str(entry["answer"]).lower()
 
@@ -118,8 +120,9 @@ def _has_known_variables(answer: str, entry: dict[str, Any]) -> bool:
     """
     Whether an answer contains only variables of the problem.
 
-    The scorer accepts any text as a variable, and premises that contradict each other imply every
-    statement about any variable.
+    The scorer also accepts invented variables, such as `p`. If the premises of a problem contradict
+    each other, they imply every statement, so even a statement about an invented variable would
+    count as right.
     """
     words = set(re.split(r"[()¬∧∨→↔\s]+", answer))
     return words <= {"", *entry["metadata"]["variables"]}
@@ -127,9 +130,10 @@ def _has_known_variables(answer: str, entry: dict[str, Any]) -> bool:
 
 def _uses_given_numbers(answer: str, entry: dict[str, Any]) -> bool:
     """
-    Whether an answer uses the given numbers.
+    Whether an answer uses exactly the numbers in the problem.
 
-    The scorer of reasoning-gym accepts any four numbers that make 24.
+    A problem asks for a formula that combines four given numbers to 24. The scorer of reasoning-gym
+    also accepts other numbers.
     """
     numbers = sorted(map(int, re.findall(r"\d+", answer)))
     return numbers == sorted(entry["metadata"]["numbers"])
@@ -163,8 +167,9 @@ def parse_mix(task_name: str, config_path: str | None) -> DataSetMix:
     """
     Parses a task such as `rg:countdown=2,leg_counting` and the file that --task-config names.
 
-    The names of other data sets in the file become `unused`. A worker checks later that these data
-    sets exist, because only workers import reasoning-gym.
+    If the file has settings for data sets that the task does not name, the names of these data sets
+    become `unused`. A worker checks later that these data sets exist, because only workers import
+    reasoning-gym.
 
     Raises ValueError for mistakes; the message names the wrong part of the task or the wrong key.
     """
@@ -265,7 +270,7 @@ class GymProblems:
         return self._make_numbered_examples(indices, FIRST * (1 + seed % SEEDS))
 
     def _make_numbered_examples(self, indices: Sequence[int], first_number: int) -> list[Example]:
-        """The examples whose problems have the numbers `first_number` plus the given indices."""
+        """An example for each index. The number of its problem is `first_number` plus the index."""
         questions = [(self._choose_data_set(index), first_number + index) for index in indices]
         examples = []
         for question, answer in zip(questions, self.makers.answer_all(questions), strict=True):
@@ -337,7 +342,7 @@ def extract_answer(text: str) -> str:
 
 def score_format(completions: Sequence[str], **_: Any) -> list[float]:
     """
-    1 for each completion with exactly one <answer>...</answer>, not empty and at the end, else 0.
+    1 for each completion that ends with its only <answer>...</answer>, if it is not empty; else 0.
     """
     return [float(_ends_with_only_answer(text)) for text in completions]
 
@@ -359,7 +364,7 @@ def make_problem_maker(
     Makes a worker's function, which returns the prompt, the answer and the entry of a problem.
 
     The question to the worker is the name of a data set and the number of a problem. The entry is
-    packed as JSON.
+    the dictionary with which reasoning-gym describes a problem; see `pack_entry` for its format.
 
     Raises ValueError for a wrong name or setting.
     """
@@ -426,7 +431,11 @@ def make_answer_scorer(
 
 
 def pack_entry(entry: dict[str, Any]) -> str:
-    """An entry of a data set as JSON, with tuples marked, since two scorers compare tuples."""
+    """
+    An entry of a data set as JSON.
+
+    Tuples are marked, so that `unpack_entry` can restore them. Two scorers compare tuples.
+    """
     return json.dumps(_mark_tuples(entry))
 
 
@@ -462,7 +471,8 @@ def make_data_set(name: str, seed: int, settings: dict[str, Any]) -> Any:
     """
     A data set object of reasoning-gym with `SIZE` problems.
 
-    If the settings include `level`, the curriculum of reasoning-gym overrides other settings.
+    If the settings include `level`, the curriculum that reasoning-gym has for this data set chooses
+    the settings that define the level, and overrides the same settings given here.
 
     Raises ValueError for wrong settings.
     """

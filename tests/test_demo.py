@@ -78,4 +78,4 @@ def test_the_audit_of_a_run_counts_the_first_and_the_newest_evaluation(golden, c
     write_log(tmp_path / "eval_answers.jsonl", untrained_records)
     for other_run in (golden("sft"), tmp_path):
         message = catch_message(audit.load_untrained_and_newest_answers, [other_run])
-        assert "has no evaluations of --task demo both before and after" in message
+        assert "lacks an evaluation of --task demo before or after" in message

@@ -248,7 +248,7 @@ def test_an_invalid_header_is_refused_at_once(tmp_path, monkeypatch, name, recwa
     path.write_bytes(INVALID_FILES[name])
     monkeypatch.setattr(gguf, "MAX_PARTS", 1000)
     message = catch_message(gguf.open_gguf_file, path)
-    assert message.startswith(f"--model {path} is not a complete GGUF file")
+    assert message.startswith(f"--model {path} cannot be read as a complete GGUF file")
     assert not recwarn.list
 
 

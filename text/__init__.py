@@ -1,1 +1,5 @@
-"""Functions that parse JSON and YAML, make text safe to print, and explain the names of TRL."""
+"""
+Functions for text: parsing JSON, YAML and function arguments, and printing text safely.
+
+Other functions build the commands that messages show, wrap lines, and explain setting names of TRL.
+"""

@@ -1,7 +1,9 @@
 """
-Builds the commands that messages show: `uv run train.py` in a checkout, `gwen train` if installed.
+Builds the commands that messages show.
 
-settings/sources.py chooses the extras that the settings of a run need.
+In a checkout of the code, such a command is `uv run train.py`. In an installed Gwen, it is
+`gwen train`. An extra is a named group of optional packages. settings/sources.py chooses the extras
+that the settings of a run need.
 """
 
 import importlib.metadata
@@ -58,11 +60,12 @@ def command_prefix(program: str = "train.py", extras: Iterable[str] = ()) -> str
     """
     The beginning of a command that runs one of Gwen's programs; the user adds flags to it.
 
-    In a checkout, the command is `uv run`, the extras and the program. If the checkout is not the
-    working directory, the command names the checkout and the program by absolute paths. An
-    installed Gwen has commands such as `gwen train` instead.
+    In a checkout, the command consists of `uv run`, a flag for each extra, and the program. If the
+    checkout is not the working directory, the command names the checkout and the program by
+    absolute paths. An installed Gwen has commands such as `gwen train` instead.
 
-    program: a program and its first flag as in SUBCOMMANDS, such as "export.py --fuse".
+    program: a value of SUBCOMMANDS, which is a program or a program with its first flag, such as
+    "export.py --fuse".
     """
     if not is_run_from_checkout():
         subcommands = {command: word for word, command in SUBCOMMANDS.items()}
@@ -80,8 +83,8 @@ def advice_to_install_extra(extra: str) -> str:
     """
     Advice for a user who has not installed the packages of an extra.
 
-    The advice depends on how the program was started. If Gwen is installed, the advice keeps the
-    extras that are already installed.
+    An extra is a named group of optional packages. The advice depends on how the program was
+    started. If Gwen is installed, the advised command keeps the extras that are already installed.
     """
     if is_run_from_checkout():
         return f"begin the command with: uv run --extra {extra}"

@@ -1,7 +1,8 @@
 """
-Explains what to use in Gwen instead of a name from TRL or PEFT, with the table data/trl.yaml.
+Explains what to use in Gwen instead of the name of a setting in TRL or PEFT.
 
-This file does not cover the conversion of whole recipes (settings/from_trl.py).
+The explanations come from the table data/trl.yaml. This file does not cover the conversion of whole
+recipes (settings/from_trl.py).
 """
 
 import difflib

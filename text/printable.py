@@ -27,7 +27,9 @@ def escape_and_redact_for_printing(text: str) -> str:
 
 def escape_invisible(text: str) -> str:
     """
-    Replace each character that would reverse, hide or break the text around it by its code point.
+    Return the text with the code point in place of each character that is invisible or misleading.
+
+    Such a character would reverse, hide or break the text around it.
 
     The replaced characters are control and format characters (bidirectional overrides, zero-width
     marks, fillers and tags), line separators, and lone surrogates, which cannot be written to a

@@ -1,7 +1,7 @@
 """
 Makes the schemas of tools, parses the tool calls in a turn, and encodes the messages between turns.
 
-mlx_lm parses the calls, in one of two formats that depend on the model's chat template:
+mlx_lm parses the calls. The model's chat template decides which of two formats the calls have:
 `json_tools`: <tool_call>{"name": …, "arguments": {…}}</tool_call> (Qwen2.5, Qwen3);
 `qwen3_coder`: <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
 (Qwen3-Coder, Qwen3.5).

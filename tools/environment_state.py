@@ -102,9 +102,10 @@ def record_or_restore_first_states(environments: Mapping[str, type]) -> None:
 
 def describe_unsaved_class_attributes(environments: Mapping[str, type]) -> dict[str, str]:
     """
-    Returns the value, as text, of each class attribute of the environments without `get_state`.
+    For environments without `get_state`, returns the values of the class attributes as texts.
 
-    The keys have the form CLASS.ATTRIBUTE.
+    The keys have the form CLASS.ATTRIBUTE. Only attributes with plain values, such as numbers,
+    texts and lists, are included.
     """
     values: dict[str, str] = {}
     for environment_class in environments.values():

@@ -1,11 +1,12 @@
 """
 Runs episodes, which are a model's conversations with tools and environments.
 
-Each row of a rollout is one episode. When a turn of the model ends, the sampler reports it, and
-later asks for the reply to it. The calls of one row run in the order in which the model wrote them,
-and the calls of different rows run in parallel. If a call fails, the model is shown the error as a
-line of JSON. This file does not cover sampling (layers/turns.py), the threads that run calls
-(tools/tool_workers.py), a run's tools (tools/toolbox.py) or how calls are parsed (tools/calls.py).
+Each row of a rollout is one episode. When a turn of the model ends, the sampler passes the turn to
+`Episodes`, and later asks `Episodes` for the reply to this turn. The calls of one row run in the
+order in which the model wrote them, and the calls of different rows run in parallel. If a call
+fails, the model is shown the error as a line of JSON. This file does not cover sampling
+(layers/turns.py), the threads that run calls (tools/tool_workers.py), a run's tools
+(tools/toolbox.py) or how calls are parsed (tools/calls.py).
 """
 
 import contextlib
@@ -205,7 +206,8 @@ class Episodes:
                 raise ValueError(
                     f"{self.episodes[row].error_prefix} reset returned two different texts for "
                     f"two rows of one prompt, {shorten_value(first_text)} and "
-                    f"{shorten_value(texts[row])}; draw tasks with `random`"
+                    f"{shorten_value(texts[row])}; choose tasks only with `random` or "
+                    "`numpy.random`, which Gwen seeds equally for these rows"
                 )
         return texts
 
@@ -281,7 +283,7 @@ class Episodes:
         """
         Starts the turn's remaining calls in the row's thread.
 
-        If turns are rewarded, the thread calls `get_reward` after them.
+        If turns are rewarded, the thread calls `get_reward` after the last call.
         """
         episode = self.episodes[row]
         worker = episode.worker
@@ -443,8 +445,9 @@ class Episodes:
         """
         Copies of the samples with conversations, turn rewards and arguments for reward functions.
 
-        samples: a list of N `step.sample.Sample`. weights: the weight of each reward by name. Turn
-        rewards are multiplied by the weight that has the name of the environment's class.
+        samples: a list of N `step.sample.Sample`. weights: the weight of each reward by name. The
+        reward of an environment has the name of its class, and turn rewards are multiplied by the
+        weight of this reward.
         """
         self.collect_episode_rewards()
         has_turn_rewards = any(map(rewards_each_turn, self.box.environments.values()))

@@ -132,8 +132,9 @@ def end_tool_threads_on_exit() -> Iterator[None]:
     """
     A context manager for a command, which ends all tool threads before the process exits.
 
-    If a tool hangs, the process ends at once with its usual exit status. If Python exited normally
-    while a thread was inside MLX, the process would crash.
+    If Python exited normally while a thread was inside MLX, the process would crash. So if the
+    thread of a tool hangs, the process is ended without Python's usual cleanup, with the same exit
+    status as otherwise.
     """
     try:
         yield

@@ -4,17 +4,18 @@ A harness for `train.py --env-server` that plays the environments of verifiers 0
     uv run --no-project --with 'verifiers[ta]==0.4.0' python serving/adapters/verifiers_harness.py \
         textarena taskset.game=Hangman-v0 player.max_turns=8
 
-The first argument is the id of a taskset. The others are values of the environment's configuration,
-NAME=VALUE, where VALUE is a text or JSON. This script runs in the environment's own Python and
-imports nothing from Gwen. It uses the protocol in serving/harness.py: it lists the examples, plays
-the episodes that Gwen asks for, and reports the token ids and the reward of each episode.
+The first argument is the id of a taskset. Each further argument NAME=VALUE sets a value of the
+environment's configuration; VALUE is a text or JSON. This script runs in the environment's own
+Python and imports nothing from Gwen. It uses the protocol in serving/harness.py: it lists the
+examples, plays the episodes that Gwen asks for, and reports the token ids and the reward of each
+episode.
 
 Every agent plays with the harness "null" in the runtime "subprocess", unless a value says
-otherwise. verifiers then starts a program for each episode, so --at-once limits the number of
-episodes that are played at the same time.
+otherwise. In this runtime, verifiers starts a program for each episode. The flag --at-once
+therefore limits the number of episodes that are played at the same time.
 
-Gwen can train on an episode only if it has a single agent, and a single conversation to which
-messages are only added.
+Gwen can train on an episode only if the episode has a single agent and a single conversation. Each
+turn must add messages to this conversation, and must not change or remove any.
 """
 
 import argparse
@@ -103,7 +104,7 @@ def make_environment(taskset: str, values: dict[str, Any]) -> Any:
 
 
 def describe_task(task: Any) -> dict[str, Any]:
-    """A task in the form in which Gwen lists examples."""
+    """A task as an example in the list that the harness sends to Gwen."""
     data = task.data
     prompt = data.prompt
     if isinstance(prompt, list):

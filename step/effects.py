@@ -12,7 +12,6 @@ have the same gradient as each other.
 Axes: M rows, T tokens of a row.
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,17 +77,22 @@ def describe_settings_affecting_only_replay(
     """
     lines_without_replay = describe_settings_without_effect(config, own_loss)
     lines_at_any_ratio = describe_settings_without_effect(config, own_loss, may_replay=True)
-    settings = []
+    clauses = []
     for line in lines_without_replay:
-        if line not in lines_at_any_ratio:
-            settings.append(re.split(" has no effect| trains exactly", line)[0])
-    if not settings:
+        if line in lines_at_any_ratio:
+            continue
+        setting, _, reason = line.partition(" has no effect")
+        if reason:
+            clauses.append(f"{setting} has an effect")
+        else:
+            loss_type, _, other = line.partition(" trains exactly like ")
+            clauses.append(f"{loss_type} differs from {other.partition(',')[0]}")
+    if not clauses:
         return []
-    verb = "affects" if len(settings) == 1 else "affect"
     lines = [
-        f"{' and '.join(settings)} {verb} only samples of earlier steps that on_samples adds, "
-        "because each rollout gets one update (--num-iterations 1, --mini-batches 1), so the "
-        "importance ratio of all other samples is 1"
+        f"{' and '.join(clauses)} only on samples of earlier steps that on_samples adds, because "
+        "each rollout gets one update (--num-iterations 1, --mini-batches 1), so the importance "
+        "ratio of all other samples is 1"
     ]
     has_correction = config.objective.importance_sampling_correction != "off"
     if own_loss and has_correction and not _uses_sampled_logprobs(config, own_loss):

@@ -200,13 +200,13 @@ def test_the_lines_of_a_run_with_a_samples_hook_mention_samples_of_earlier_steps
     assert "has no effect" not in output
     assert "trains exactly like" not in output
     assert (
-        "--epsilon-high 5.0 and --loss-type cispo affect only samples of earlier steps that "
-        "on_samples adds"
+        "--epsilon-high 5.0 has an effect and --loss-type cispo differs from --loss-type dapo only "
+        "on samples of earlier steps that on_samples adds"
     ) in output
     assert "without effect" not in (tmp_path / "run" / "warnings.jsonl").read_text()
 
     trainer.fit()
-    assert "affect only samples" not in capsys.readouterr().out
+    assert "only on samples of earlier steps" not in capsys.readouterr().out
 
 
 def test_a_run_from_python_without_a_hook_prints_the_same_lines(tmp_path, capsys):

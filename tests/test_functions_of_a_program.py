@@ -71,7 +71,9 @@ def test_the_correction_has_an_effect_on_replayed_samples_of_an_own_loss():
     config = Config.from_flags(importance_sampling_correction="token", loss_type="own.py:clipped")
     assert describe_settings_without_effect(config, clipped_to_old, may_replay=True) == []
     line, advice_on_weights = describe_settings_affecting_only_replay(config, clipped_to_old)
-    assert line.startswith("--importance-sampling-correction token affects only samples of earlier")
+    assert line.startswith(
+        "--importance-sampling-correction token has an effect only on samples of earlier"
+    )
     assert "grpo.sampler_weights(tokens, objective)" in advice_on_weights
 
 

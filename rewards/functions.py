@@ -370,9 +370,14 @@ def describe_error_in_function(error: BaseException, fn: Callable[..., Any]) -> 
 
 
 def file_and_line_suffix(fn: Callable[..., Any]) -> str:
-    """The suffix " (FILE:LINE)" for a function; "" for other callable objects."""
+    """The suffix " (FILE:LINE)" for a function or a class; "" for other callable objects."""
     while isinstance(fn, functools.partial):
         fn = fn.func
+    if inspect.isclass(fn):
+        try:
+            return f" ({inspect.getsourcefile(fn)}:{inspect.getsourcelines(fn)[1]})"
+        except (OSError, TypeError):  # the class was defined without a file, as in a notebook
+            return ""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 

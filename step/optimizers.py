@@ -22,6 +22,12 @@ from config import Config, is_user_function
 from machine.output import restore_streams_after_call
 from prompts.examples import shorten_value
 from rewards.functions import describe_error_in_function, file_and_line_suffix, load_function
+from text.printable import print_once
+
+# the weights and the gradient with which a user's optimizer is tried
+TRIAL_WEIGHTS = np.ones((4, 2), np.float32)
+TRIAL_GRADIENT = np.arange(1, 9, dtype=np.float32).reshape(4, 2)
+TRIAL_RATES = (1e-3, 5e-4)  # learning rates that must lead to different steps
 
 # A function that takes the learning rate and returns a new optimizer with this learning rate.
 OptimizerFunction = Callable[[float], optim.Optimizer]
@@ -81,7 +87,9 @@ def count_optimizer_steps(optimizer: optim.Optimizer) -> int:
 
 def try_own_optimizer(config: Config) -> None:
     """
-    Makes the user's optimizer, and takes one step with it on a few weights.
+    Makes the user's optimizer, and takes steps with it on a few weights.
+
+    Prints a line if a step increases a weight whose gradient is positive.
 
     Does nothing if the optimizer is not the user's own.
 
@@ -102,18 +110,53 @@ def try_own_optimizer(config: Config) -> None:
         )
     _refuse_other_learning_rate(label, optimizer, rate)
 
-    weights = {"weight": mx.ones((4, 2))}
-    gradients = {"weight": mx.arange(1.0, 9.0).reshape(4, 2)}
+    change = _take_trial_step(label, function, optimizer)
+    changes_by_rate = []
+    for trial_rate in TRIAL_RATES:
+        new_optimizer = _call_optimizer_function(spec, function, rate)
+        new_optimizer.learning_rate = trial_rate
+        changes_by_rate.append(_take_trial_step(label, function, new_optimizer))
+    if change.any() and np.array_equal(changes_by_rate[0], changes_by_rate[1]):
+        raise ValueError(
+            f"{label} takes the same step with half of the learning rate; compute the step from "
+            "the optimizer's attribute learning_rate, which the run sets before each step"
+        )
+    # an optimizer that adds noise may move against the gradient by chance, so this is no error
+    if (change * TRIAL_GRADIENT).sum() > 0:
+        print_once(
+            f"{label} increases a weight whose gradient is positive, so it makes the loss larger; "
+            "if this is not intended, reverse the sign of the step"
+        )
+
+
+def _take_trial_step(
+    label: str, function: Callable[..., Any], optimizer: optim.Optimizer
+) -> np.ndarray:
+    """
+    Takes a step with the user's new optimizer on TRIAL_WEIGHTS, and returns their change.
+
+    label, function: the user's function that made the optimizer, for error messages.
+    Raises ValueError, with file and line, if the step fails.
+    """
+    weights = {"weight": mx.array(TRIAL_WEIGHTS)}
+    gradients = {"weight": mx.array(TRIAL_GRADIENT)}
     try:
-        changed = optimizer.apply_gradients(gradients, weights)
-        values = np.array(changed["weight"])
+        changed = optimizer.apply_gradients(gradients, weights)["weight"]
+        mx.eval(changed)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{label} {describe_error_in_function(error, function)}") from None
-    if values.shape != (4, 2) or not np.isfinite(values).all():
+    if not isinstance(changed, mx.array):
+        raise ValueError(
+            f"{label} replaced a weight by {shorten_value(changed)}; return the new weight from "
+            "apply_single"
+        )
+    values = np.array(changed)
+    if values.shape != TRIAL_WEIGHTS.shape or not np.isfinite(values).all():
         raise ValueError(
             f"{label} made a weight inf or nan, or changed its shape, in a step on the weights "
-            f"{shorten_value(weights['weight'].tolist())}"
+            f"{shorten_value(TRIAL_WEIGHTS.tolist())}"
         )
+    return values - TRIAL_WEIGHTS
 
 
 def _optimizer_label(spec: str, function: Callable[..., Any]) -> str:

@@ -53,6 +53,23 @@ class Infinite(optim.SGD):
 
 def infinite(learning_rate):
     return Infinite(learning_rate)
+
+class Forgetful(optim.SGD):
+    def apply_single(self, gradient, parameter, state):
+        parameter - self.learning_rate * gradient
+
+class FixedStep(optim.SGD):
+    def apply_single(self, gradient, parameter, state):
+        return parameter - 1e-3 * gradient
+
+class Ascent(optim.SGD):
+    def apply_single(self, gradient, parameter, state):
+        return parameter + self.learning_rate * gradient
+
+class OtherName(optim.Optimizer):
+    def __init__(self, learning_rate):
+        super().__init__()
+        self.rate = learning_rate
 """
 DEMO_FLAGS = [*SMALL_FLAGS, "--task", "demo", "--eval-every", "0"]
 
@@ -180,6 +197,9 @@ def test_an_optimizer_from_python_is_a_function_or_a_class(tmp_path):
         ("raises", "momentun"),
         ("shared_object", "returned the same object twice"),
         ("infinite", "made a weight inf or nan"),
+        ("Forgetful", "replaced a weight by None; return the new weight from apply_single"),
+        ("FixedStep", "takes the same step with half of the learning rate"),
+        ("OtherName", r"own.py:\d+\) has no learning rate that the run can set"),
     ],
 )
 def test_a_bad_optimizer_is_refused_in_one_line_before_a_model_is_loaded(
@@ -188,6 +208,13 @@ def test_a_bad_optimizer_is_refused_in_one_line_before_a_model_is_loaded(
     flags = [*DEMO_FLAGS, "--learning-rate", "1e-4", "--optimizer", f"{custom_file}:{name}"]
     line = check_refusal(train.main, flags, expected_text)
     assert f"--optimizer {custom_file}:{name}" in line
+
+
+def test_an_optimizer_that_makes_the_loss_larger_causes_one_line(custom_file, capsys):
+    for name, num_lines in (("make_muon", 0), ("make_both", 0), ("Ascent", 1)):
+        config = Config.from_flags(optimizer=f"{custom_file}:{name}", learning_rate=1e-4)
+        optimizers.try_own_optimizer(config)
+        assert capsys.readouterr().err.count("reverse the sign of the step") == num_lines
 
 
 def test_sft_accepts_a_custom_optimizer(tmp_path, custom_file, golden):

@@ -27,7 +27,7 @@ import lora
 import sampler
 import tasks
 from config import SETTINGS, TOOLS, Config
-from deploy.training_prompts import load_shared_opening_and_note
+from deploy.training_prompts import load_shared_opening_and_warning
 from disk import ends, model_card, model_choice, run_files
 from evaluation import policy
 from flags import Parser, add_flags, check_minimums, exit_on_mistakes, flag_of
@@ -352,7 +352,7 @@ def chat_play_or_complete(args: argparse.Namespace) -> None:
 
     is_separate = False  # whether the adapter is not merged, so that it can be switched off
     if args.compare:
-        start = run_files.saved_or_initial_adapter_path(args.run, 0) if args.run else None
+        start = run_files.adapter_path_at_step(args.run, 0) if args.run else None
         model, tokenizer, is_separate = policy.load_policy(name, adapter, start, args.end_tokens)
         if start:
             beginning = model_card.describe_initial_adapter(run_files.load_settings(args.run))
@@ -428,7 +428,7 @@ def choose_opening_and_note(args: argparse.Namespace) -> tuple[Messages, str]:
     if not args.run or not (args.chat or args.prompt):
         return [], ""
     config = check_settings(load_recipe(run_files.find_config_file(args.run)))
-    opening, note = load_shared_opening_and_note(config)
+    opening, note = load_shared_opening_and_warning(config)
     for message in opening:
         note += f"; {message['role']}: {shorten_value(message['content'])}"
     return opening, note

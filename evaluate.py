@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.out:
             refuse_unwritable_file("--out", args.out)
         adapter = run_files.fill_defaults_and_find_adapter(args)
-        start = run_files.saved_or_initial_adapter_path(args.run, 0) if args.run else None
+        start = run_files.adapter_path_at_step(args.run, 0) if args.run else None
         config, description = choose_config_and_description(args)
 
         # only a run with --loss-type sft has held-out replies; `config` does not name its data file

@@ -29,7 +29,7 @@ from mlx.utils import tree_flatten
 
 import gwen
 from deploy import few_bits, gguf_writer, ollama
-from deploy.training_prompts import RunWithOpeningMessages, load_run_with_opening_messages
+from deploy.training_prompts import ConfigWithOpeningMessages, load_config_and_opening_messages
 from disk import adapters, gguf, hub, model_card, model_choice, run_files
 from disk.files import first_line_of_error
 from flags import (
@@ -125,7 +125,7 @@ def export_and_print_summary(args: argparse.Namespace, adapter: str) -> None:
         bits16_dir = scratch / "wide"
         result_dir = scratch / "made"
         with name_out_in_write_errors(args.out), alive.show_activity(f"writing {args.out}"):
-            run = load_run_with_opening_messages(config) if config else None
+            run = load_config_and_opening_messages(config) if config else None
             summary = write_export_and_return_summary(args, adapter, run, bits16_dir, result_dir)
         shots = run.shots if run else []
         if shots:
@@ -166,7 +166,7 @@ def find_run_dir_at_or_above(path: str) -> str | None:
 def write_export_and_return_summary(
     args: argparse.Namespace,
     adapter: str,
-    run: RunWithOpeningMessages | None,
+    run: ConfigWithOpeningMessages | None,
     bits16_dir: Path,
     result_dir: Path,
 ) -> str:
@@ -337,7 +337,7 @@ def write_merged_model_and_return_summary(
     model_name: str | None,
     adapter: str,
     out: Path,
-    run: RunWithOpeningMessages | None,
+    run: ConfigWithOpeningMessages | None,
     end_tokens: Sequence[str] = (),
 ) -> str:
     """
@@ -376,7 +376,7 @@ def dtype_of_largest_float_tensor(directory: Path) -> mx.Dtype:
     return max(floating, key=lambda tensor: tensor.nbytes).dtype
 
 
-def adapt_template_and_return_note(tokenizer: Any, run: RunWithOpeningMessages) -> str:
+def adapt_template_and_return_note(tokenizer: Any, run: ConfigWithOpeningMessages) -> str:
     """
     Changes a tokenizer's chat template so that it renders prompts as the run did.
 
@@ -420,7 +420,7 @@ def write_gguf_modelfile_and_return_summary(
     model_name: str | None,
     adapter: str,
     out: Path,
-    run: RunWithOpeningMessages | None,
+    run: ConfigWithOpeningMessages | None,
     title: str,
     bits: int,
     end_tokens: Sequence[str] = (),

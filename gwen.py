@@ -603,7 +603,7 @@ def load_model(
     model.load_weights([(name, arrange_for_matmul(name, weights.pop(name))) for name in names])
 
     if not lazy:
-        memory.set_mlx_memory_limits()
+        memory.set_cache_and_wired_limits()
         # evaluating all weights at once would need 1.5 times the memory of the model
         for part in (*model.layers, model):
             mx.eval(part.parameters())
@@ -733,7 +733,7 @@ def make_random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
             array = array.astype(dtype)
         model.load_weights([(path, arrange_for_matmul(path, array))], strict=False)
         mx.eval(model.parameters())  # one tensor at a time, so that memory never holds two copies
-    memory.set_mlx_memory_limits()
+    memory.set_cache_and_wired_limits()
     check_mlx_and_disable_faulty_kernels(model)
     return model
 

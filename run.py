@@ -156,7 +156,7 @@ class Run:
         A resumed run compares these digests with those in its checkpoint.
         """
         with alive.show_activity("reading the weights for their digest"):
-            model_digest = checkpoint.digest_of_model_weights(self.model)
+            model_digest = checkpoint.digest_of_config_and_weights(self.model)
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         sources = {
             "base model": model_digest,
@@ -642,7 +642,9 @@ class GrpoRun(Run):
         )
         self.teacher.refuse_prompts_unfit_for_teacher(examples, self.prompt_ids)
         if self.config.objective.teacher != "self":
-            self.sources["teacher model"] = checkpoint.digest_of_model_weights(self.teacher.model)
+            self.sources["teacher model"] = checkpoint.digest_of_config_and_weights(
+                self.teacher.model
+            )
 
     def encode_prompts(
         self, examples: list[Example], kind: str = "training prompt"
@@ -749,7 +751,7 @@ class GrpoRun(Run):
             )
 
     @property
-    def _has_own_prompts(self) -> bool:
+    def _has_custom_curriculum(self) -> bool:
         """Whether a user's own object draws the prompts."""
         return type(self.prompts) not in (draws.EpochPrompts, draws.EndlessPrompts)
 
@@ -760,7 +762,7 @@ class GrpoRun(Run):
         If the task's problems are endless, this call makes new ones. Raises ValueError if a user's
         own object draws invalid prompts.
         """
-        if not self._has_own_prompts:
+        if not self._has_custom_curriculum:
             return self.prompts.next_prompts(self.step)
         is_encoded_later = self.toolbox or self.player
         examples, prompt_ids = curriculum.draw_checked_prompts(
@@ -776,7 +778,7 @@ class GrpoRun(Run):
 
     def names_of_parts_set_in_python(self) -> dict[str, str]:
         parts = super().names_of_parts_set_in_python()
-        if self._has_own_prompts:
+        if self._has_custom_curriculum:
             parts["run.prompts"] = type(self.prompts).__qualname__
         return parts
 
@@ -812,7 +814,7 @@ class GrpoRun(Run):
     def mark_step_complete_and_keep_state(
         self, metrics_for_curriculum: dict[str, Any] | None = None
     ) -> None:
-        if self._has_own_prompts:
+        if self._has_custom_curriculum:
             curriculum.observe_and_commit(self.prompts, metrics_for_curriculum)
         else:
             self.prompts.commit()
@@ -1064,7 +1066,9 @@ def list_python_files_in_command(command: str) -> list[str]:
 
 def list_code_rubric_and_prompt_files(config: Config, task: tasks.Task) -> list[Path]:
     """The user's files with functions, and the files of rubrics and of the teacher's prompt."""
-    function_files = [functions.file_of_spec(spec) for spec in list_possible_function_specs(config)]
+    function_files = [
+        functions.file_that_defines_function(spec) for spec in list_possible_function_specs(config)
+    ]
     names = [
         *function_files,
         config.objective.teacher_prompt,
@@ -1087,7 +1091,7 @@ def digest_functions_and_files(
     files: other files; those that do not exist are left out.
     """
     digests = {}
-    function_files = [functions.file_of_spec(spec) for spec in specs]
+    function_files = [functions.file_that_defines_function(spec) for spec in specs]
     for name in [*function_files, *files]:
         if name and Path(name).is_file():
             file = Path(name)
@@ -1108,8 +1112,12 @@ def names_of_training_only_sources(config: Config) -> set[str]:
     objective = config.objective
     training_specs = [objective.loss_type, objective.advantage, config.optimizer.kind]
     names = {config.data.path or "task's examples", "teacher model", objective.teacher_prompt}
-    names |= {functions.file_of_spec(spec) for spec in training_specs} | set(training_specs)
+    names |= {functions.file_that_defines_function(spec) for spec in training_specs} | set(
+        training_specs
+    )
 
     environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
     measuring = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
-    return names - {functions.file_of_spec(spec) for spec in measuring} - set(measuring)
+    return (
+        names - {functions.file_that_defines_function(spec) for spec in measuring} - set(measuring)
+    )

@@ -437,7 +437,7 @@ class SlotDecoder(Decoder):
         num_slots = cache.num_slots
         self.rows = np.zeros(num_slots, int)  # the row of each slot
         self.logits = mx.zeros((num_slots, prompt_logits.shape[1]), prompt_logits.dtype)
-        self._begin_waiting_rows(list(range(num_slots)))
+        self._assign_waiting_rows_to_slots(list(range(num_slots)))
 
     def sample_into_unread_steps(self) -> tuple[mx.array, ...]:
         """Samples each slot's next token as `sample` does, and adds it to `unread_steps`."""
@@ -489,7 +489,7 @@ class SlotDecoder(Decoder):
         If no row waits and all slots are idle, nothing changes.
         """
         if self.waiting_rows:
-            self._begin_waiting_rows(idle_slots[: len(self.waiting_rows)])
+            self._assign_waiting_rows_to_slots(idle_slots[: len(self.waiting_rows)])
             return
         busy = [slot for slot in range(len(self.rows)) if slot not in idle_slots]
         if busy:
@@ -497,7 +497,7 @@ class SlotDecoder(Decoder):
             self.rows = self.rows[busy]
             self.logits = self.logits[mx.array(busy)]
 
-    def _begin_waiting_rows(self, slots: list[int]) -> None:
+    def _assign_waiting_rows_to_slots(self, slots: list[int]) -> None:
         """Begins the next waiting rows in these slots, each after its prompt."""
         self.rows[slots] = self.waiting_rows[: len(slots)]
         self.waiting_rows = self.waiting_rows[len(slots) :]

@@ -590,7 +590,7 @@ def _explain_how_to_continue(run: Any, error: BaseException | None = None) -> st
             if not smaller_flag:
                 return "start over with a smaller model or a lower --max-tokens"
             smaller_flag = f" {smaller_flag}"
-        if functions.is_caused_by_user_function(error):
+        if functions.is_caused_by_user_code(error):
             correct_first = "correct the function and "
             allow_flag = " --allow-changes"
 

@@ -379,7 +379,7 @@ def compute_gradient(learner: Learner, batches: list[Batch]) -> GradientResult:
     grads = dict(zip(grads, sums, strict=True))
     gradient = tree_unflatten(list(grads.items()))
     logprobs_by_batch = [batch_loss.logprobs for batch_loss in batch_losses]
-    return GradientResult(gradient, logprobs_by_batch, sum_stats_over_ranks(batch_losses))
+    return GradientResult(gradient, logprobs_by_batch, aggregate_stats_over_ranks(batch_losses))
 
 
 def compute_logprobs_and_stats(learner: Learner, batches: list[Batch]) -> LogprobsAndStats:
@@ -389,7 +389,7 @@ def compute_logprobs_and_stats(learner: Learner, batches: list[Batch]) -> Logpro
         compute_batch_loss_without_gradient(learner, batch) for batch in counted_batches
     ]
     logprobs_by_batch = [batch_loss.logprobs for batch_loss in batch_losses]
-    return LogprobsAndStats(logprobs_by_batch, sum_stats_over_ranks(batch_losses))
+    return LogprobsAndStats(logprobs_by_batch, aggregate_stats_over_ranks(batch_losses))
 
 
 @gpu.without_gradients()
@@ -400,7 +400,7 @@ def compute_batch_loss_without_gradient(learner: Learner, batch: Batch) -> Batch
     return batch_loss
 
 
-def sum_stats_over_ranks(batch_losses: list[BatchLoss]) -> dict[str, float]:
+def aggregate_stats_over_ranks(batch_losses: list[BatchLoss]) -> dict[str, float]:
     """Statistics over the batches of all ranks: sums, or maxima if a name ends in `_max`."""
     local_sums: list[dict[str, Any]] = []
     for batch_loss in batch_losses:

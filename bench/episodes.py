@@ -177,7 +177,7 @@ def time_and_print_inside_and_outside(args: argparse.Namespace) -> None:
 # ---- the harness, in a process of its own
 
 
-async def play_conversation(
+async def play_and_report_conversation(
     session: Any, url: str, args: argparse.Namespace, number: int, example: int
 ) -> None:
     """Plays one conversation, and reports its token ids to Gwen."""
@@ -218,7 +218,9 @@ async def serve_as_harness(args: argparse.Namespace) -> None:
                 url = message["url"].removesuffix("/v1") + "/inference/v1/generate"
             elif message["type"] == "play":
                 number, example = message["episode"], message["example"]
-                task = asyncio.create_task(play_conversation(session, url, args, number, example))
+                task = asyncio.create_task(
+                    play_and_report_conversation(session, url, args, number, example)
+                )
                 playing.add(task)
                 task.add_done_callback(playing.discard)
 

@@ -38,7 +38,7 @@ CRITERION_WORDS = 16
 NUM_CRITERIA = 3
 
 
-class JudgingRun(NamedTuple):
+class TimedJudging(NamedTuple):
     """The result of one timed run in which an engine judges all answers."""
 
     evaluations: list[CriterionEvaluation]  # (N * J)
@@ -120,17 +120,17 @@ def judge_with_gwen(
     rubric: rubrics.Rubric,
     pairs: list[tuple[str, str]],
     mode: str,
-) -> JudgingRun:
+) -> TimedJudging:
     # make a new judge, which has no cached scores
     grader = judge.Judge(model, tokenizer, rubric, args.judge_chunk_size, mode)
     begin = time.perf_counter()
     evaluations = dict(grader.score_questions(grader.make_questions(pairs)))
     seconds = time.perf_counter() - begin
     ordered = [evaluations[index] for index in range(len(evaluations))]
-    return JudgingRun(ordered, seconds, grader.tree.num_tokens)
+    return TimedJudging(ordered, seconds, grader.tree.num_tokens)
 
 
-def judge_with_rival(engine: Engine, work: RolloutWork, limit: int, tokenizer: Any) -> JudgingRun:
+def judge_with_rival(engine: Engine, work: RolloutWork, limit: int, tokenizer: Any) -> TimedJudging:
     """Judges by letting a rival generate replies of at most `limit` tokens."""
     begin = time.perf_counter()
     replies = engine(work._replace(limits=[limit] * len(work.prompts))).completions
@@ -139,7 +139,7 @@ def judge_with_rival(engine: Engine, work: RolloutWork, limit: int, tokenizer: A
         text_ids = ids[:-1] if ids[-1] in work.eos_ids else ids
         text = tokenizer.decode(text_ids)
         evaluations.append(evaluation_from_reply(text))
-    return JudgingRun(evaluations, time.perf_counter() - begin)
+    return TimedJudging(evaluations, time.perf_counter() - begin)
 
 
 # ---- the measurement

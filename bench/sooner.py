@@ -289,7 +289,7 @@ def median_ratio_to_baseline(baseline: list[float], other: list[float]) -> float
     return statistics.median(ratios) if ratios else math.nan
 
 
-def print_costs_as_table_and_json(seed_groups: list[seeds.SeedGroup], accuracy: float) -> None:
+def print_accuracies_and_costs(seed_groups: list[seeds.SeedGroup], accuracy: float) -> None:
     """Prints a row for each group of seeds, and the figures of each seed as JSON."""
     headers = ["variant", "seeds", "accuracy", "difference"]
     headers += [f"{cost} until {accuracy:g}" for cost in COSTS]
@@ -399,7 +399,7 @@ def main(argv: list[str] | None = None) -> None:
             accuracy = accuracy or task.accuracy
         if not folders or accuracy is None:
             raise ValueError("give a --task to train, or --line and the runs to compare")
-        print_costs_as_table_and_json(seeds.load_seed_groups(folders), accuracy)
+        print_accuracies_and_costs(seeds.load_seed_groups(folders), accuracy)
 
 
 if __name__ == "__main__":

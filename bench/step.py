@@ -257,7 +257,7 @@ def engine_command(engine: str) -> list[str]:
 # ---- the measurement
 
 
-def time_engine_steps(args: argparse.Namespace) -> list[dict[str, float]]:
+def measure_engine_steps(args: argparse.Namespace) -> list[dict[str, float]]:
     """Trains with one engine, and returns the times and the peak memory of each timed step."""
     if args.engine == "trl":
         for package in ("torch", "peft", "trl"):
@@ -378,7 +378,7 @@ def main(argv: list[str] | None = None) -> None:
     with exit_on_mistakes():
         args = parse_flags(argv)
         if args.engine:
-            print(json.dumps(time_engine_steps(args)))
+            print(json.dumps(measure_engine_steps(args)))
             return
         with harness.model_directory(args.model) as directory:
             print_table_and_json(args, run_engines_in_processes(args, directory))

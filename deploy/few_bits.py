@@ -103,7 +103,7 @@ def measure_and_print_quantization_cost(
         del model  # only one model is in memory at a time
         base, _ = gwen.load(
             config.model.name,
-            adapter=run_files.saved_or_initial_adapter_path(run, 0),
+            adapter=run_files.adapter_path_at_step(run, 0),
             end_tokens=config.sampling.end_tokens,
         )
         training_kl = measures.mean_kl_to_reference(base, sampled, 1.0)
@@ -157,7 +157,7 @@ def evaluate_and_print_model(
     grader, _ = judge.make_judge_and_witness(config, rubric, None)
     answers: list[list[Sample]] = []
 
-    def answer_and_collect(
+    def answer_and_keep_samples(
         problems: list[Example], params: score_task.EvalParams
     ) -> SampledAndGreedyAnswers:
         sampled, greedy = score_task.answer_sampled_and_greedy(model, tokenizer, problems, params)
@@ -168,7 +168,7 @@ def evaluate_and_print_model(
         config, task.tools, task.environments, tokenizer, model.config
     )
     params = score_task.EvalParams.from_config(config, toolbox=toolbox)
-    record, _ = score_task.evaluate_task(answer_and_collect, task, params, grader=grader)
+    record, _ = score_task.evaluate_task(answer_and_keep_samples, task, params, grader=grader)
     print_wrapped(f"{bits} bits: {eval_record.format_evaluation_line(record)}")
     sampled, greedy = answers
     return model, sampled, greedy

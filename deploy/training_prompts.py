@@ -11,13 +11,13 @@ from config import Config
 from prompts import chat_template
 
 
-class RunWithOpeningMessages(NamedTuple):
+class ConfigWithOpeningMessages(NamedTuple):
     """The settings of a run, and the messages with which all prompts of the run begin."""
 
     config: Config
     system: str | None
     shots: list[dict[str, Any]]  # the messages after the system prompt
-    note: str  # a note for the user from `load_shared_opening_and_note`, or ""
+    note: str  # a note for the user from `load_shared_opening_and_warning`, or ""
 
     @property
     def opening_messages(self) -> list[dict[str, Any]]:
@@ -27,15 +27,15 @@ class RunWithOpeningMessages(NamedTuple):
         return [{"role": "system", "content": self.system}, *self.shots]
 
 
-def load_run_with_opening_messages(config: Config) -> RunWithOpeningMessages:
+def load_config_and_opening_messages(config: Config) -> ConfigWithOpeningMessages:
     """Load the prompts of a run, and find the messages with which all these prompts begin."""
-    opening, note = load_shared_opening_and_note(config)
+    opening, note = load_shared_opening_and_warning(config)
     if opening and opening[0]["role"] == "system":
-        return RunWithOpeningMessages(config, opening[0]["content"], opening[1:], note)
-    return RunWithOpeningMessages(config, None, opening, note)
+        return ConfigWithOpeningMessages(config, opening[0]["content"], opening[1:], note)
+    return ConfigWithOpeningMessages(config, None, opening, note)
 
 
-def load_shared_opening_and_note(config: Config) -> tuple[list[dict[str, Any]], str]:
+def load_shared_opening_and_warning(config: Config) -> tuple[list[dict[str, Any]], str]:
     """
     The messages with which all prompts of a run begin, and a note for the user.
 

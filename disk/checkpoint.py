@@ -332,7 +332,7 @@ def digest_of_reprs(*values: Any) -> str:
     return digest.hexdigest()[:DIGITS]
 
 
-def digest_of_model_weights(model: Any) -> str:
+def digest_of_config_and_weights(model: Any) -> str:
     """
     Return a digest of the configuration and the weights of a model.
 

@@ -69,7 +69,7 @@ def _describe_problem_count(record: dict[str, Any]) -> str:
     return text
 
 
-def token_limit_flags(settings: Mapping[str, Any]) -> str:
+def flags_limiting_answer_length(settings: Mapping[str, Any]) -> str:
     """The flags that limit the length of an answer, such as "--max-tokens 8"."""
     max_tokens = settings.get("max_tokens")
     limit = f"--max-tokens {max_tokens}" if max_tokens else "--max-tokens"
@@ -88,7 +88,7 @@ def cut_off_warning(fraction: float | None, settings: Mapping[str, Any]) -> str:
     """
     if fraction is None or fraction <= MAX_CUT_OFF:
         return ""
-    limit = token_limit_flags(settings)
+    limit = flags_limiting_answer_length(settings)
     return (
         f"{fraction:.0%} of the answers are cut off at {limit}: "
         "raise this limit, or ask for shorter answers in the prompt"

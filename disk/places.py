@@ -92,7 +92,7 @@ def digest_of_path(path: str) -> str:
     The digest covers the bytes of a file, or the names and sizes of the files in a directory. If a
     file is larger than LARGE bytes, the digest covers only its size, beginning and end. So a model
     may have changed although this digest has not. When a run resumes, the weights of its model are
-    therefore compared by `checkpoint.digest_of_model_weights`.
+    therefore compared by `checkpoint.digest_of_config_and_weights`.
     """
     digest = hashlib.sha256()
     if os.path.isdir(path):

@@ -82,7 +82,7 @@ def fill_defaults_and_find_adapter(args: Namespace, **defaults: Any) -> str | No
     for name, default in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, settings.get(name, default))
-    return saved_or_initial_adapter_path(args.run, args.step) if args.run else args.adapter
+    return adapter_path_at_step(args.run, args.step) if args.run else args.adapter
 
 
 def find_config_file(run: str) -> Path:
@@ -109,7 +109,7 @@ def load_settings(run: str) -> dict[str, Any]:
     return settings
 
 
-def saved_or_initial_adapter_path(run: str, step: int | None) -> str | None:
+def adapter_path_at_step(run: str, step: int | None) -> str | None:
     """
     Return the path of the adapter that a run saved after `step`, or of its newest adapter.
 

@@ -34,14 +34,14 @@ def confidence_half_width(value_by_problem: np.ndarray) -> float | None:
     if readable.size < 2:
         return None
     if np.isin(readable, (0, 1)).all():
-        return _wilson_confidence_half_width(readable)
+        return _distance_to_farther_wilson_end(readable)
 
     deviation = readable.std(ddof=1)
     width = student_t_quantile(readable.size - 1) * deviation / math.sqrt(readable.size)
     return float(width) or None
 
 
-def _wilson_confidence_half_width(outcomes: np.ndarray) -> float:
+def _distance_to_farther_wilson_end(outcomes: np.ndarray) -> float:
     """The distance from the mean of zeros and ones to the farther end of the Wilson interval."""
     fraction = outcomes.mean()
     size = WILSON_Z**2 / outcomes.size

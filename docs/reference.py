@@ -116,7 +116,7 @@ def renamed_setting_rows(foreign_names: dict[str, tuple[str, str]]) -> list[str]
 
 def memory_page_text() -> str:
     """The text of `docs/memory.md` with an up-to-date table of the models that fit each Mac."""
-    needs = [training_gigabytes_by_model(memory_gb) for memory_gb in MAC_MEMORY_GB]
+    needs = [training_gigabytes_of_fitting_models(memory_gb) for memory_gb in MAC_MEMORY_GB]
     rows = []
     for name in needs[-1]:  # the largest Mac can train every model in the table
         rows.append(markdown_table_row([name, *(need.get(name, "") for need in needs)]))
@@ -127,7 +127,7 @@ def memory_page_text() -> str:
     )
 
 
-def training_gigabytes_by_model(memory_gb: int) -> dict[str, str]:
+def training_gigabytes_of_fitting_models(memory_gb: int) -> dict[str, str]:
     """The estimated GB that training needs, for each model that fits a Mac with this memory."""
     chip = next(chip for chip in chips.load_chips() if chip.name == "M4")
     with (

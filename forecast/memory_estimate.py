@@ -196,7 +196,7 @@ def trained_layer_kinds(model: hub.ModelConfig, settings: ModelSettings) -> tupl
     return model.layer_kinds[-settings.lora_layers :]
 
 
-def frozen_weight_bytes(name: str, model: hub.ModelConfig, dtype: mx.Dtype) -> int:
+def frozen_model_bytes(name: str, model: hub.ModelConfig, dtype: mx.Dtype) -> int:
     """
     Return how many bytes a model's weights take if the model is frozen, like a judge or a teacher.
 
@@ -243,9 +243,7 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
         with model_choice.replace_flag_in_errors("--teacher"):
             teacher_model = model if teacher == "self" else model_choice.load_config(teacher)
         shares_weights = teacher == "self" and rank
-        teacher_weights = (
-            0 if shares_weights else frozen_weight_bytes(teacher, teacher_model, dtype)
-        )
+        teacher_weights = 0 if shares_weights else frozen_model_bytes(teacher, teacher_model, dtype)
         num_completions = config.sampling.batch * demand.group_size
         # The teacher's hidden states for all completions are kept until the update.
         num_states = num_completions * demand.max_completion_tokens * teacher_model.hidden_size
@@ -253,7 +251,7 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
 
     judge = demand.judge_config
     if judge and not config.judges_with_base_model:
-        resident["judge"] = frozen_weight_bytes(config.judge.model, judge, dtype)
+        resident["judge"] = frozen_model_bytes(config.judge.model, judge, dtype)
 
     # If all weights are trained, the reference and the judge need a frozen copy of the model.
     needs_base = bool(config.objective.beta) or (

@@ -527,7 +527,7 @@ def suggest_changes(
         if closed_gate:
             changes.append(closed_gate)
         elif figures.highest == figures.lowest:
-            changes.insert(0, advise_on_equal_rewards(figures.highest))
+            changes.insert(0, advise_on_all_equal_rewards(figures.highest))
         elif figures.middle < FEW_RIGHT:
             changes.insert(
                 0, f"nearly all answers fail: use {WARM_START}, easier prompts, or more --groups"
@@ -589,7 +589,7 @@ def explain_form_gate_failures(
     return text
 
 
-def advise_on_equal_rewards(reward: float) -> str:
+def advise_on_all_equal_rewards(reward: float) -> str:
     """Advise what to change if all answers get the same reward."""
     if reward > 0:
         fix = "use a reward that distinguishes answers, or other prompts"

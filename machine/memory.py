@@ -52,7 +52,7 @@ def usable_memory_bytes() -> int:
     return int(recommended or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def set_mlx_memory_limits() -> None:
+def set_cache_and_wired_limits() -> None:
     """
     On a GPU, limits MLX's cache of freed buffers, and wires GWEN_WIRED_LIMIT GB of memory.
 

@@ -32,7 +32,7 @@ def set_template_date(iso_date: str) -> None:
     _day[0] = datetime.date.fromisoformat(iso_date)
 
 
-def _template_with_set_date(template: Any) -> str | None:
+def _template_with_date_calls_replaced(template: Any) -> str | None:
     """
     The template, with each call of `strftime_now` replaced by the date from `set_template_date`.
 
@@ -111,7 +111,7 @@ def render_chat(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             tools=tools or None,
-            chat_template=_template_with_set_date(template),
+            chat_template=_template_with_date_calls_replaced(template),
             **(variables or {}),
         )
     except Exception as error:  # a template may raise anything

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from prompts import chat_template
 from prompts.data import (
-    check_and_clean_template_variables,
     check_system_and_category,
+    copy_without_null_template_variables,
     read_prompt_example,
 )
 from prompts.examples import Example, shorten_value
@@ -68,7 +68,7 @@ def load_conversations(
     Loads the training conversations, the held-out conversations, and notes on how they were read.
 
     with_problems: whether each conversation keeps, under the key PROBLEM, the problem that
-    `make_problem` makes from it. The other parameters are the same as in
+    `make_problem_if_no_tools` makes from it. The other parameters are the same as in
     `load_training_and_held_out`.
     """
     return load_training_and_held_out(
@@ -85,10 +85,10 @@ def load_conversations(
 def _read_conversation_and_problem(example: Example) -> Example:
     """Reads a row's conversation, and adds the problem that is made from the row."""
     conversation = read_conversation_example(example)
-    return conversation | {PROBLEM: make_problem(example, conversation)}
+    return conversation | {PROBLEM: make_problem_if_no_tools(example, conversation)}
 
 
-def make_problem(example: Example, conversation: Example) -> Example | None:
+def make_problem_if_no_tools(example: Example, conversation: Example) -> Example | None:
     """
     Turns a row into a problem: a prompt to answer, the right answer and the other columns.
 
@@ -135,7 +135,7 @@ def read_conversation_example(example: Example) -> Example:
         raise ValueError(_explain_missing_conversation(example))
 
     check_system_and_category(example, prompt)
-    example = check_and_clean_template_variables(example)
+    example = copy_without_null_template_variables(example)
     if example.get("system") is not None:
         prompt = [{"role": "system", "content": example["system"]}, *prompt]
     while completion and not _is_reply(completion[-1]):

@@ -242,7 +242,7 @@ def read_prompt_example(example: Example) -> Example:
         refuse_blank_or_broken_text("prompt", prompt)
 
     check_system_and_category(example, prompt)
-    example = check_and_clean_template_variables(example) | {"prompt": prompt}
+    example = copy_without_null_template_variables(example) | {"prompt": prompt}
     if "answer" in example:
         example = example | {"answer": read_answer(example["answer"])}
     return example
@@ -360,7 +360,7 @@ def check_system_and_category(example: Example, prompt: Any) -> None:
         )
 
 
-def check_and_clean_template_variables(example: Example) -> Example:
+def copy_without_null_template_variables(example: Example) -> Example:
     """
     A copy of an example without the template variables whose value is null.
 

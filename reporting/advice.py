@@ -138,7 +138,7 @@ def advise_on_change(
     if (
         is_supervised(run.settings)
         and needs_training_loss
-        and health.has_falling_training_loss(run.steps)
+        and health.is_training_loss_still_falling(run.steps)
     ):
         command = command_to_double_steps(run)
         return f"Train longer, because the training loss was still falling: {command}"

@@ -79,13 +79,19 @@ def make_answer_comparison_table(paths: list[str]) -> list[list[str]]:
 
         row.append(format_mean_with_interval(means))
         row.append(
-            "" if answers is first else format_paired_difference(first_means, means, samples)
+            ""
+            if answers is first
+            else format_paired_difference_and_outcome(first_means, means, samples)
         )
 
         first_greedy = difference.greedy_value_by_problem(first)
         greedy = difference.greedy_value_by_problem(answers)
         row.append(format_mean_with_interval(greedy))
-        row.append("" if answers is first else format_paired_difference(first_greedy, greedy, 1))
+        row.append(
+            ""
+            if answers is first
+            else format_paired_difference_and_outcome(first_greedy, greedy, 1)
+        )
 
         row.append("" if answers is first else format_num_equal_greedy_texts(first, answers))
         rows.append(row)
@@ -118,7 +124,7 @@ def format_mean_with_interval(values: difference.ValueByProblem) -> str:
     return f"{text} \u00b1 {half:.3f}" if half and len(array) >= FEWEST_FOR_INTERVAL else text
 
 
-def format_paired_difference(
+def format_paired_difference_and_outcome(
     before: difference.ValueByProblem, after: difference.ValueByProblem, num_samples: int
 ) -> str:
     """

@@ -150,7 +150,7 @@ def loss_decrease(
     return MeanChange(mean, mean - reach, mean + reach, num, 1.0)
 
 
-def held_out_change(run: History, first: dict[str, Any], last: dict[str, Any]) -> MeanChange | None:
+def held_out_gain(run: History, first: dict[str, Any], last: dict[str, Any]) -> MeanChange | None:
     """
     Returns how much a run's held-out figure improved from one evaluation to a later one.
 
@@ -180,7 +180,7 @@ def earliest_unbeaten_evaluation(run: History) -> dict[str, Any] | None:
         return min(evaluations, key=lambda evaluation: evaluation["eval/loss"], default=None)
     best = None
     for evaluation in evaluations:
-        if best is None or is_significantly_better(held_out_change(run, best, evaluation)):
+        if best is None or is_significantly_better(held_out_gain(run, best, evaluation)):
             best = evaluation
     return best
 

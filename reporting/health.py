@@ -167,7 +167,7 @@ def advise_on_cut_off_answers(
     first += measured_values(evaluations[:1], EVAL_TRUNCATED)
     was_low = bool(first) and max(first) <= eval_record.MAX_CUT_OFF
     if newest > eval_record.MAX_CUT_OFF and was_low:
-        limit = eval_record.token_limit_flags(settings)
+        limit = eval_record.flags_limiting_answer_length(settings)
         if settings.get("loss_type") == "sft":
             return (
                 f"{newest:.0%} of the answers are now cut off at {limit}, compared with "
@@ -212,7 +212,7 @@ def describe_slow_steps(steps: Records) -> str:
     )
 
 
-def has_falling_training_loss(steps: Records) -> bool:
+def is_training_loss_still_falling(steps: Records) -> bool:
     """
     Whether the loss still fell clearly from the third to the fourth quarter of the steps.
 

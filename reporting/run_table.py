@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from reporting import health, paired
-from reporting.difference import held_out_change
+from reporting.difference import held_out_gain
 from reporting.history import History
 from text.printable import escape_invisible
 
@@ -57,7 +57,7 @@ def csv_row_of_run(run: History) -> dict[str, Any]:
             row[f"{name} {place} ci95"] = record.get(f"eval/{name}_ci95")
     change = None
     if len(evaluations) > 1:
-        change = held_out_change(run_part, evaluations[0], evaluations[-1])
+        change = held_out_gain(run_part, evaluations[0], evaluations[-1])
     row["gain"] = change and change.mean
     row["gain low"] = change and change.low
     row["gain high"] = change and change.high

@@ -40,7 +40,7 @@ from reporting.difference import (
     earliest_unbeaten_evaluation,
     first_sample_reward_by_problem,
     greedy_value_by_problem,
-    held_out_change,
+    held_out_gain,
     is_significantly_better,
     paired_difference,
 )
@@ -104,7 +104,7 @@ def reach_verdict_on_held_out_change(run: History) -> Verdict | None:
     before = [first_answers[problem] for problem in shared]
     after = [last_answers[problem] for problem in shared]
 
-    change = held_out_change(run, first, last)
+    change = held_out_gain(run, first, last)
     component_changes = change_by_component(first_answers, last_answers)
     total_change = None
     if is_verified and "eval/score" in last:
@@ -137,7 +137,7 @@ def reach_verdict_on_held_out_change(run: History) -> Verdict | None:
     reward_fix = advice.advise_on_gamed_reward(settings, verifier_is_default, after)
     best = earliest_unbeaten_evaluation(run) or last
     warning = None
-    if is_significantly_better(held_out_change(run, last, best)):
+    if is_significantly_better(held_out_gain(run, last, best)):
         best_value = best[f"eval/{run.figure_name}"]
         decline = (
             f"{run.figure_name} was better after step {best['step']}, at {best_value:.3f}; "
@@ -149,9 +149,7 @@ def reach_verdict_on_held_out_change(run: History) -> Verdict | None:
         warning = gamed_reward_warning(signs.alarms, verifier_is_default, reward_fix)
 
     middle = run.evals[len(run.evals) // 2]
-    is_still_improving = best is last and is_significantly_better(
-        held_out_change(run, middle, last)
-    )
+    is_still_improving = best is last and is_significantly_better(held_out_gain(run, middle, last))
     next_step = advice.suggest_next_step(
         run, change, lone_reward_change, reward_fix if signs.is_doubtful else "", is_still_improving
     )
@@ -210,7 +208,7 @@ def find_answer_changes(
         return AnswerChanges(alarms, form_signs + word_signs, bool(alarms))
 
     if run.figure_name == "accuracy":
-        alarms = describe_rewarded_mistakes(run) if answers_before else []
+        alarms = describe_alarming_rewarded_mistakes(run) if answers_before else []
         return AnswerChanges(
             alarms,
             describe_right_answers_never_given(answers_after) + form_signs + word_signs,
@@ -300,7 +298,7 @@ def has_built_in_exact_reward_risen(
     return "exact" not in user_rewards and is_significantly_better(component_changes.get("exact"))
 
 
-def describe_rewarded_mistakes(run: History) -> list[str]:
+def describe_alarming_rewarded_mistakes(run: History) -> list[str]:
     """
     Returns a line about wrong answers that get the highest reward of the run.
 

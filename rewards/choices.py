@@ -215,7 +215,7 @@ def read_choice_in_sentence(
         if right:
             is_open = _leaves_choice_open(after[right.end() :], match[0], choices)
             return None if is_open else choices.lowercase_and_collapse_spaces(match[0])
-        if may_be_weak and _choice_describes_noun(before, after):
+        if may_be_weak and _states_choice_as_adjective(before, after):
             return choices.lowercase_and_collapse_spaces(match[0])
         if not _can_introduce_choice(before, choices, may_be_weak=may_be_weak):
             continue
@@ -286,7 +286,7 @@ def _is_only_choice_then_noun(before: str, after: str) -> bool:
     return bool(re.fullmatch(rf"{_CLOSERS} ?{_NOUN}\W*", after, re.I))
 
 
-def _choice_describes_noun(before: str, after: str) -> bool:
+def _states_choice_as_adjective(before: str, after: str) -> bool:
     """Whether a choice describes the noun after it, as in "This is a positive review."."""
     verb = r"\b(?:is|has|expresses|conveys|shows)(?: (?:an?|the))? [\"'(]*$"
     if not re.search(verb, before, re.I):

@@ -296,7 +296,7 @@ def explain_why_no_other_program_can_resume(settings: dict[str, Any]) -> str:
     )
 
 
-def file_of_spec(spec: str) -> str:
+def file_that_defines_function(spec: str) -> str:
     """
     The path of the file that defines a function given as FILE.py:function or MODULE:function.
 
@@ -346,7 +346,7 @@ def call_or_raise_with_location(label: str, fn: Callable[..., T], *args: Any) ->
         raise UserFunctionError(f"{label} {describe_error_in_function(error, fn)}") from None
 
 
-def is_caused_by_user_function(error: BaseException) -> bool:
+def is_caused_by_user_code(error: BaseException) -> bool:
     """
     Whether an error, or one of its causes, arose in a user's code.
 

@@ -3,7 +3,7 @@ Reads the numbers or formulas that a completion states, and tells whether their 
 
 `read_math_answers` tries the rules in the section "What a completion states" of docs/data.md in
 order. The rules that are the same for every kind of answer are in rewards/statements.py.
-`mathematics.find_only_math_in_last_sentence` reads the last sentence of a completion.
+`mathematics.find_math_in_last_math_sentence` reads the last sentence of a completion.
 
 This file does not cover the values of numbers (rewards/quantities.py), the comparison of formulas
 (rewards/mathematics.py), or answers that are plain text (rewards/text_answers.py).
@@ -16,7 +16,7 @@ from rewards import statements
 from rewards.mathematics import (
     VerdictOrFormulaPair,
     compare_mathematics,
-    find_only_math_in_last_sentence,
+    find_math_in_last_math_sentence,
     is_number_or_formula,
 )
 from rewards.quantities import LONGEST, find_only_number, is_quantity, is_same_quantity
@@ -88,9 +88,9 @@ def read_math_answers(gold: str, text: str) -> list[str]:
     is_numeric = find_only_number(gold) is not None
     marks = statements.read_last_mark_and_rival_marks(text, _mark_filter(is_numeric))
     if marks and is_numeric:
-        return [find_only_math_in_last_sentence(strip_explanation(mark)) for mark in marks]
+        return [find_math_in_last_math_sentence(strip_explanation(mark)) for mark in marks]
     if marks:
-        return [find_only_math_in_last_sentence(mark) for mark in marks]
+        return [find_math_in_last_math_sentence(mark) for mark in marks]
 
     text = statements.remove_marked_answers(text)
     first = statements.read_first_labelled_answer(
@@ -99,14 +99,14 @@ def read_math_answers(gold: str, text: str) -> list[str]:
     if first.text is not None:
         return [first.text]
     if first.rest is not None:
-        return [find_only_math_in_last_sentence(first.rest)]
+        return [find_math_in_last_math_sentence(first.rest)]
 
     first_line = statements.split_answer_line_from_explanation(text, right_answer_is_number)
     if first_line:
         line, explanation = first_line
         if not _last_number_is_in_conclusion(explanation):
             return [line]
-    return [find_only_math_in_last_sentence(text)]
+    return [find_math_in_last_math_sentence(text)]
 
 
 def read_last_math_mark_and_rival_marks(gold: str, text: str) -> list[str]:

@@ -268,7 +268,7 @@ _SENTENCE_END = re.compile(r"\n|(?<=[.!?])(?<!\bRs\.)(?<!\b(?:sq|cu)\.)[*)\"']*(
 _IN_DOLLARS = re.compile(r"[A-Za-z ,:*]*\$+([^$]+)\$+[ .,:*]*")
 
 
-def find_only_math_in_last_sentence(text: str) -> str:
+def find_math_in_last_math_sentence(text: str) -> str:
     """
     The last sentence that has a number or a formula, or only the formula in it.
 

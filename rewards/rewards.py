@@ -285,7 +285,7 @@ def call_reward_on_this_rank(
     passed messages from then on. A function needs messages if it fails on text but not on messages
     (`_try_switch_to_messages_after_error`). If the prompts are messages, a function also needs
     messages if its values are all equal for text but differ for messages: it may have caught its
-    own errors and returned a fixed value (`_try_messages_if_values_are_equal`).
+    own errors and returned a fixed value (`_try_switch_to_messages_after_equal_values`).
     """
     names = select_argument_names(name, fn, [*arguments, *TRAINER])
     chosen = {key: arguments[key] for key in names if key in arguments}
@@ -308,7 +308,7 @@ def call_reward_on_this_rank(
     if isinstance(fn, UserReward) and fn.messages is None:
         has_messages = any(isinstance(prompt, list) for prompt in arguments["prompts"])
         if has_messages and _num_distinct(values) == 1:
-            return _try_messages_if_values_are_equal(fn, chosen, values)
+            return _try_switch_to_messages_after_equal_values(fn, chosen, values)
         fn.messages = False
     return values
 
@@ -317,7 +317,7 @@ def _num_distinct(values: Sequence[float]) -> int:
     return len(set(map(str, values)))  # compared as strings, since nan does not equal nan
 
 
-def _try_messages_if_values_are_equal(
+def _try_switch_to_messages_after_equal_values(
     fn: UserReward, arguments: dict[str, Any], text_values: list[float]
 ) -> list[float]:
     """

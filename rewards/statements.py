@@ -573,7 +573,7 @@ def _line_part_before(text: str, mark: MarkedAnswer) -> str:
 # ---- statements after labels
 
 
-class LabelledAnswerOrRest(NamedTuple):
+class LabelledAnswerOrRetraction(NamedTuple):
     """The answer after a label, and the rest of the text if that answer was taken back."""
 
     text: str | None  # None if no sentence has a label, or if its answer was taken back
@@ -582,7 +582,7 @@ class LabelledAnswerOrRest(NamedTuple):
 
 def read_first_labelled_answer(
     text: str, is_answer: IsAnswer, is_same: Callable[[str, str], bool]
-) -> LabelledAnswerOrRest:
+) -> LabelledAnswerOrRetraction:
     """
     The answer in the first sentence with a label such as "The answer is".
 
@@ -591,7 +591,7 @@ def read_first_labelled_answer(
     different answer in a sentence that is not a conclusion.
     """
     if not has_word_for_answer(text):
-        return LabelledAnswerOrRest(None)
+        return LabelledAnswerOrRetraction(None)
     stated: str | None = None
     rest: str | None = None
     sentences = split_sentences(join_labels_with_next_lines(text))
@@ -607,7 +607,7 @@ def read_first_labelled_answer(
                 stated = None
                 rest = "\n".join(sentences[place:])
             elif has_another and suggests_second_answer(sentence):
-                return LabelledAnswerOrRest("")
+                return LabelledAnswerOrRetraction("")
         value = _read_labelled_answer(sentence, is_answer)
         if value is None:
             continue
@@ -619,8 +619,8 @@ def read_first_labelled_answer(
             stated = value
             rest = None
         elif not is_same(stated, value):
-            return LabelledAnswerOrRest("")
-    return LabelledAnswerOrRest(stated, rest)
+            return LabelledAnswerOrRetraction("")
+    return LabelledAnswerOrRetraction(stated, rest)
 
 
 def _read_labelled_answer(sentence: str, is_answer: IsAnswer) -> str | None:

@@ -118,7 +118,7 @@ def read_text_answers(gold: str, text: str) -> list[str]:
     if is_or_ends_in_right_text(gold, text):
         return [text]
 
-    sentence = _first_sentence_if_right(text, gold) or _read_single_bold_answer(text)
+    sentence = _first_sentence_if_right_and_explained(text, gold) or _read_single_bold_answer(text)
     return [sentence or _last_line_without_its_explanation(text) or text]
 
 
@@ -147,7 +147,7 @@ def _has_form_of_right_answer(line: str, gold: str) -> bool:
     return not is_marked_heading and not _HEADING.fullmatch(bare_line)
 
 
-def _first_sentence_if_right(text: str, gold: str) -> str:
+def _first_sentence_if_right_and_explained(text: str, gold: str) -> str:
     """
     The first sentence of a text, if it states the right answer and the rest explains it; else "".
 

@@ -25,7 +25,7 @@ Every rule in the section "What a completion states" of docs/data.md has a funct
 | "is B", "must be B", "Label: B" | choices.read_choice_in_sentence |
 | a text in the last line or after "is" | text_answers.is_or_ends_in_right_text |
 | a text in the only bold piece | text_answers._read_single_bold_answer |
-| a number or formula in the last sentence | mathematics.find_only_math_in_last_sentence |
+| a number or formula in the last sentence | mathematics.find_math_in_last_math_sentence |
 | JSON alone, in a fence or in prose | json_answers.find_single_json_value |
 | a question or a denial | statements.is_question, texts.DENIAL |
 

@@ -217,7 +217,7 @@ def _raise_if_rows_do_not_add_up(
             f"the same rows one by one; {fix}"
         )
     for name in loss.sums.keys() - set(SUMS):
-        _raise_if_sum_of_rows_does_not_add_up(label, name, rows, loss, row_losses)
+        _raise_if_statistic_does_not_add_up(label, name, rows, loss, row_losses)
 
 
 def _describe_dependence_on_rows_per_step(
@@ -235,7 +235,7 @@ def _describe_dependence_on_rows_per_step(
     )
 
 
-def _raise_if_sum_of_rows_does_not_add_up(
+def _raise_if_statistic_does_not_add_up(
     label: str, name: str, rows: str, loss: grpo.Loss, row_losses: list[grpo.Loss]
 ) -> None:
     """

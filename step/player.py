@@ -125,7 +125,7 @@ class HarnessPlayer:
                 if not episode.error:
                     played.append(sample_with_episode(sample, episode, fields[episode.number]))
                 elif is_evaluation:
-                    played.append(sample_without_episode(sample, params.eos_ids[0]))
+                    played.append(empty_sample_of_failed_episode(sample, params.eos_ids[0]))
             failures += [episode.error for episode in episodes if episode.error]
 
         if len(failures) == len(samples):
@@ -253,7 +253,7 @@ def sample_with_episode(sample: Sample, episode: ServedEpisode, fields: dict[str
     )
 
 
-def sample_without_episode(sample: Sample, end_id: int) -> Sample:
+def empty_sample_of_failed_episode(sample: Sample, end_id: int) -> Sample:
     """The sample with an empty response and no reward, for an episode that failed."""
     return sample._replace(
         response_ids=[end_id],

@@ -241,7 +241,7 @@ def make_task(
         task = task._replace(witness=None)
 
     if is_own:
-        task = own.note_size_and_drop_unscorable(task)
+        task = own.drop_unscorable_and_add_note(task)
     notes = list(task.notes)
     if source:
         teacher_prompt = _read_teacher_prompt_or_empty(config.objective.teacher_prompt)
@@ -377,7 +377,7 @@ def warm_start_contamination_warnings(
 # ---- rewards
 
 
-def add_user_rewards_and_weights(task: Task, config: Config) -> Task:
+def set_user_rewards_and_weights(task: Task, config: Config) -> Task:
     """The task with the rewards of --reward, if there are any, and with --reward-weights."""
     if config.data.reward:
         task = _with_user_rewards_instead(task, config)

@@ -186,7 +186,7 @@ def refuse_unrewardable(task: Task, source: str | None) -> NoReturn:
     )
 
 
-def note_size_and_drop_unscorable(task: Task) -> Task:
+def drop_unscorable_and_add_note(task: Task) -> Task:
     """The task without prompts that no reward can score, and with a note on its size and reward."""
     train = task.train
     held_out = task.held_out

@@ -91,7 +91,7 @@ def _make_task(
     )
     task = own.with_verifier(task, data.verifier, bool(data.reward))
     if data.reward or task.rewards:
-        task = tasks.add_user_rewards_and_weights(task, config)
+        task = tasks.set_user_rewards_and_weights(task, config)
 
     held_out = task.held_out
     is_rewarded_by_verifier = task.verifier in task.rewards.values()
@@ -103,12 +103,12 @@ def _make_task(
             "right answers with --columns answer=COLUMN, or give --reward FILE.py:function, or "
             "leave --verifier and --reward out"
         )
-    notes = _describe_held_out_problems(task, held_out_problems, len(held_out))
+    notes = _describe_answered_prompts_and_reward(task, held_out_problems, len(held_out))
     notes += own.note_unread_columns(task, data.columns)
     return task._replace(train=[], held_out=held_out, notes=[notes[0], *task.notes, *notes[1:]])
 
 
-def _describe_held_out_problems(
+def _describe_answered_prompts_and_reward(
     task: Task, held_out_problems: Sequence[Example | None], num_answered: int
 ) -> list[str]:
     """Returns a line on how many prompts are answered or left out, and on the reward."""

@@ -112,14 +112,14 @@ def test_the_digest_of_a_model_changes_with_one_bit_of_a_weight(checkpoints):
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
         model = gwen.load_model(checkpoints["qwen3"], dtype)
         same_model = gwen.load_model(checkpoints["qwen3"], dtype)
-        digest = checkpoint.digest_of_model_weights(model)
-        assert digest == checkpoint.digest_of_model_weights(same_model)
+        digest = checkpoint.digest_of_config_and_weights(model)
+        assert digest == checkpoint.digest_of_config_and_weights(same_model)
 
         projection = model.layers[1].mlp.down_proj
         bits = mx.view(projection.weight, mx.uint32 if dtype == mx.float32 else mx.uint16)
         bits[3, 5] = bits[3, 5] ^ 1
         projection.weight = mx.view(bits, dtype)
-        assert checkpoint.digest_of_model_weights(model) != digest
+        assert checkpoint.digest_of_config_and_weights(model) != digest
 
 
 def test_a_digest_ignores_addresses_of_objects_but_not_values():

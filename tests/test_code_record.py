@@ -35,7 +35,7 @@ def test_the_specification_of_a_partial_function_contains_the_arguments():
     assert name == "scaled_loss"
     assert loaded.func is scaled_loss
     assert loaded.keywords == partial.keywords
-    assert functions.file_of_spec(spec) == __file__
+    assert functions.file_that_defines_function(spec) == __file__
     assert f"{__file__}:" in functions.file_and_line_suffix(loaded)
     assert functions.only_place_that_has_functions({"loss_type": spec}) == ""
 

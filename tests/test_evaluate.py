@@ -458,7 +458,7 @@ def test_chat_and_export_load_model_and_adapter_from_the_run(runs, capsys, tmp_p
     capsys.readouterr()
     chat.main(["--model", str(tmp_path / "merged"), "--max-tokens", "8", *prompt])
     assert capsys.readouterr().out == completion_of_run
-    assert run_files.saved_or_initial_adapter_path(str(runs / "demo"), 0) is None
+    assert run_files.adapter_path_at_step(str(runs / "demo"), 0) is None
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def work_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
         (page, "open_page_in_browser"),
         (remote_judge.Endpoint, "send_chat_requests"),
         (harness, "model_directory"),
-        (step, "time_engine_steps"),
+        (step, "measure_engine_steps"),
         (files, "load_hub_records"),
     ):
         monkeypatch.setattr(owner, name, raise_work_begins)

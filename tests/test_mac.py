@@ -116,13 +116,13 @@ def test_mlx_gets_no_wired_limit_and_a_cache_limit_of_at_most_two_gb(
     mac, monkeypatch, gigabytes, cache_limit
 ):
     set_usable_memory(monkeypatch, gigabytes)
-    memory.set_mlx_memory_limits()
+    memory.set_cache_and_wired_limits()
     assert mac == {"set_cache_limit": cache_limit}
 
 
 def test_an_environment_variable_sets_the_wired_limit(mac, monkeypatch):
     monkeypatch.setenv("GWEN_WIRED_LIMIT", "4.5")
-    memory.set_mlx_memory_limits()
+    memory.set_cache_and_wired_limits()
     assert mac["set_wired_limit"] == 4_500_000_000
 
 
@@ -380,7 +380,7 @@ def test_every_kernel_is_checked_at_the_sizes_of_the_model_before_the_first_step
     """The device counts as a GPU here, and each kernel computes its reference."""
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
     monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: True)
-    monkeypatch.setattr(memory, "set_mlx_memory_limits", lambda: None)
+    monkeypatch.setattr(memory, "set_cache_and_wired_limits", lambda: None)
     for op in kernels.OPS.values():
         monkeypatch.setattr(op, "launch", op.reference)
         monkeypatch.setattr(op, "disabled_dtypes", set())

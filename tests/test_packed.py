@@ -158,10 +158,10 @@ def test_a_packed_judge_uses_the_estimated_memory(quantized_demo, monkeypatch):
     judging = memory_estimate.estimate_memory(demand, sizes).phases["judging"]
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "on_gpu", lambda: True)
-        weights = memory_estimate.frozen_weight_bytes(str(quantized_demo), model.config, mx.float32)
+        weights = memory_estimate.frozen_model_bytes(str(quantized_demo), model.config, mx.float32)
     arrays = mx.load(str(quantized_demo / "model.safetensors"))
     stored_bytes = sum(array.nbytes for array in arrays.values())
-    unquantized_bytes = memory_estimate.frozen_weight_bytes(
+    unquantized_bytes = memory_estimate.frozen_model_bytes(
         "demo", model_choice.load_config("demo"), mx.float32
     )
     assert stored_bytes < weights < 0.5 * unquantized_bytes

@@ -350,7 +350,7 @@ def test_the_initial_adapter_of_a_run_is_the_reference_also_after_a_resume(golde
     train.main(["--resume", str(run_dir)])
     assert read_untimed_log(run_dir / "metrics.jsonl") == steps
     assert read_untimed_log(run_dir / "eval.jsonl") == evaluations
-    assert run_files.saved_or_initial_adapter_path(str(run_dir), 0) == str(copy_dir)
+    assert run_files.adapter_path_at_step(str(run_dir), 0) == str(copy_dir)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def enable_kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "can_run_metal_kernels", lambda: True)
-    monkeypatch.setattr(memory, "set_mlx_memory_limits", lambda: None)
+    monkeypatch.setattr(memory, "set_cache_and_wired_limits", lambda: None)
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
     for op in kernel_machinery.OPS.values():
         monkeypatch.setattr(op, "disabled_dtypes", set())

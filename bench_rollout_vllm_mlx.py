@@ -42,7 +42,7 @@ def time_vllm_mlx_rollout(
     """
     Does the work with vllm-mlx's scheduler, and times the work.
 
-    The time of filling the prefix cache is included.
+    The measured time includes filling the prefix cache.
     """
     from vllm_mlx.scheduler import Scheduler, SchedulerConfig
 

@@ -793,8 +793,9 @@ class GrpoRun(Run):
         """
         Prints and records which settings of the loss do not change the training.
 
-        The lines depend on `on_samples`, so they are printed only when training begins. If training
-        continues later, they are printed again only if they have changed.
+        The lines depend on `on_samples`, which the user may set until training begins, so they are
+        printed only then. If training continues later, they are printed again only if they have
+        changed.
         """
         may_replay = self.on_samples is not None
         ineffective = effects.describe_settings_without_effect(

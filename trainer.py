@@ -322,8 +322,8 @@ def raise_if_long_run_has_no_signal(
     )
     if advice:
         raise ValueError(
-            f"in the first {len(first_steps)} steps, the rewards do not differ within any group, "
-            f"so the run learns nothing: {advice}; to train anyway, use --no-look"
+            f"in the first {len(first_steps)} steps, the rewards did not differ within any "
+            f"group, so the model learned nothing; {advice}; to train anyway, use --no-look"
         )
 
 

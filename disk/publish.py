@@ -77,7 +77,7 @@ def upload_to_hub(folder: Path, repo_id: str, *, private: bool, commit_message: 
         )
     except errors.HFValidationError as error:
         raise ValueError(
-            f"push_to_hub: {repo_id!r} is not the name of a repository; write OWNER/NAME"
+            f"push_to_hub: {repo_id!r} is not a valid name of a repository; write OWNER/NAME"
         ) from error
     except Exception as error:  # any error from the hub client or its libraries
         raise ValueError(

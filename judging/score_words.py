@@ -1,8 +1,8 @@
 """
 The words, in many languages, that judges use for scores: labels, numbers, units and verdicts.
 
-Each constant is either a list of words or a pattern for `re` that separates words by `|`. Upper and
-lower case do not matter. judging/replies.py uses these constants.
+Each constant is either a list of words or a pattern for `re` in which `|` separates the words.
+Upper and lower case do not matter. judging/replies.py uses these constants.
 """
 
 NUMBERS = {

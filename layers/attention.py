@@ -208,9 +208,9 @@ def gather_queries_by_part_row(
     x: mx.array, readers: QueryRowsReadingCachePart, num_part_rows: int
 ) -> mx.array:
     """
-    The queries, grouped by the row of the part that they read, (N, K, Q, X) -> (R, K, G * Q, X).
+    Groups the queries by the row of the cache part that each query reads.
 
-    `num_part_rows` is R.
+    The shape (N, K, Q, X) becomes (R, K, G * Q, X), where R is `num_part_rows`.
     """
     num_rows, num_kv_heads, num_queries, size = x.shape
     if num_part_rows == num_rows and readers.members is None:

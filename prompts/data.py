@@ -265,7 +265,7 @@ def _split_conversation_into_prompt_and_answer(example: Example, column: str) ->
 
 
 def _without_weight(message: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a message without its weight, because prompt messages are never trained."""
+    """A copy of a message without its weight, because the model never learns prompt messages."""
     return {key: value for key, value in message.items() if key != "weight"}
 
 

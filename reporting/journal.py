@@ -714,7 +714,7 @@ def warning_of_measure_change(change: dict[str, Any]) -> health.RunWarning:
     name = str(change["setting"])
     return health.RunWarning(
         f"{name} changed after step {change['step']}",
-        f"The run was resumed after step {change['step']} with a change: {name}. The change can "
+        f"The run was resumed after step {change['step']} with another {name}. This change can "
         "affect every held-out figure, so the model is evaluated again at this step, and the new "
         "figures are not compared with those of earlier evaluations",
     )

@@ -86,8 +86,8 @@ def assign_rewards(
     for name, values in counted.items():
         if (np.abs(weights[name] * values) >= MOST_REWARD).any():
             raise ValueError(
-                f"the reward {name} times its weight {weights[name]:g} is 1e15 or more; start "
-                "again with lower --reward-weights"
+                f"the reward {name}, multiplied by its weight {weights[name]:g}, is 1e15 or more "
+                "in magnitude; start again with lower --reward-weights"
             )
     imputed = {name: np.nan_to_num(values) for name, values in counted.items()}
     if "rubric" in imputed:

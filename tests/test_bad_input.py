@@ -311,7 +311,7 @@ def test_the_largest_rewards_give_advantages_and_a_weight_cannot_exceed_the_limi
     assert advantages == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2)
 
     heavy_flags = [*flags, "rubric=0,largest=2", "--run-dir", tmp_path / "heavy"]
-    pattern = r"largest times its weight 2 is 1e15 or more; .*--reward-weights; saved after step 0"
+    pattern = r"largest, multiplied by its weight 2, is 1e15 or more.*--reward-weights; saved after step 0"
     check_refusal(train.main, heavy_flags, pattern)
 
 

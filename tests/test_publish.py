@@ -98,7 +98,7 @@ def test_push_to_hub_uploads_the_model_to_a_private_repository(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("error", "expected_text"),
     [
-        (errors.HFValidationError("bad"), "'me/mine' is not the name of a repository"),
+        (errors.HFValidationError("bad"), "'me/mine' is not a valid name of a repository"),
         (ConnectionError("no route\nto host"), "failed (no route); log in with `hf auth login`"),
     ],
 )

@@ -42,7 +42,7 @@ from prompts.files import refuse_missing_file
 from rewards import audit
 from rewards.functions import load_function
 from settings.sources import parse_flags, resolve_settings, settings_from_flags
-from step.effects import describe_settings_without_effect
+from step.effects import describe_loss_settings_without_effect
 from step.objectives import load_and_try_custom_objective
 from text import wrapping
 from tools import toolbox
@@ -118,7 +118,7 @@ def yield_report_lines(args: argparse.Namespace, train_flags: list[str]) -> Iter
         yield f"{choice}; {args.prompt_tokens} prompt tokens"
         custom = load_and_try_custom_objective(config)
         yield from custom.notes
-        yield from describe_settings_without_effect(config, custom.loss)
+        yield from describe_loss_settings_without_effect(config, custom.loss)
         yield from estimates
 
 

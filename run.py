@@ -536,7 +536,7 @@ class GrpoRun(Run):
         environment_state.record_or_restore_first_states(self.task.environments)
         self._try_environments(examples)
         environment_state.record_or_restore_first_states(self.task.environments)
-        self._class_values = environment_state.describe_unsaved_class_attributes(
+        self._class_values = environment_state.unsaved_class_attribute_values(
             self.task.environments
         )
         if self._needs_copy_of_base_model():
@@ -798,7 +798,7 @@ class GrpoRun(Run):
         changed.
         """
         may_replay = self.on_samples is not None
-        ineffective = effects.describe_settings_without_effect(
+        ineffective = effects.describe_loss_settings_without_effect(
             self.config, self.custom.loss, may_replay=may_replay
         )
         lines = list(ineffective)
@@ -843,7 +843,7 @@ class GrpoRun(Run):
         """
         if self._class_values is None:
             return
-        values = environment_state.describe_unsaved_class_attributes(self.task.environments)
+        values = environment_state.unsaved_class_attribute_values(self.task.environments)
         text = environment_state.warning_of_lost_state(self._class_values, values)
         if text:
             self._class_values = None

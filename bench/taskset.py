@@ -111,7 +111,8 @@ def compare_and_print_inside_and_outside(run_dir: str, num_episodes: int, batch_
     turns = [sample.conversation["turns"] for sample in inner if sample.conversation]
     print(f"{len(inner)} conversations, {np.mean(turns):.2f} turns on average")
     print(
-        f"in {num_equal_beginnings} conversations, both versions are equal up to the end of the shorter one"
+        f"in {num_equal_beginnings} conversations, both versions are equal up to the end of the "
+        "shorter one"
     )
     largest = f"; log-probabilities differ by at most {max(equal):.1e}" if equal else ""
     print(f"{len(equal)} equal as a whole{largest}")

@@ -153,7 +153,7 @@ class TurnScheduler:
                 self.decoder.queue_step()
             self.decoder.read_all_but_newest(num_newest=1 if self.is_sampling else 0)
             self._end_turns_and_store_delta_states()
-            self._collect_replies()
+            self._collect_environment_replies()
             self._reuse_or_drop_slots_of_complete_rows()
             self._prefill_replies()
             self.state.show_progress()
@@ -229,7 +229,7 @@ class TurnScheduler:
             state.ended[row] = True
             state.lengths[row] = len(state.places[row])
 
-    def _collect_replies(self) -> None:
+    def _collect_environment_replies(self) -> None:
         """
         Stores the replies that rows get next, or the reason why a row gets none.
 

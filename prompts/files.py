@@ -301,7 +301,7 @@ def _describe_kind_if_not_prompts(lines: list[str]) -> str:
     """
     if not lines:
         return ""
-    kind = _describe_kind_if_json(lines)
+    kind = _describe_kind_and_suffix_if_json(lines)
     if kind:
         return kind
     separator = max(",;\t", key=lines[0].count)
@@ -311,7 +311,7 @@ def _describe_kind_if_not_prompts(lines: list[str]) -> str:
     return ""
 
 
-def _describe_kind_if_json(lines: list[str]) -> str:
+def _describe_kind_and_suffix_if_json(lines: list[str]) -> str:
     """
     The type of a file that contains JSON, and the right suffix; "" if the file contains no JSON.
     """
@@ -333,7 +333,7 @@ def _parse_csv_records(spec: str, content: bytes) -> Iterator[LabelledRecord]:
     # a cell may contain a whole document, but the default limit is 131,072 characters
     csv.field_size_limit(2**31 - 1)
     text = decode_utf8_file(spec, content)
-    kind = _describe_kind_if_json([line for line in text.split("\n") if line.strip()])
+    kind = _describe_kind_and_suffix_if_json([line for line in text.split("\n") if line.strip()])
     if kind:
         raise ValueError(f"--data {spec} is not CSV but {kind}")
     separator = max(",;\t", key=text.partition("\n")[0].count)

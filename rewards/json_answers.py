@@ -53,7 +53,7 @@ def states_same_json(gold: str, statement: str) -> bool:
     return right is not None and right == find_single_json_value(statement, type(right))
 
 
-def read_json_marks_or_whole_text(gold: str, text: str) -> list[str]:
+def read_marked_json_or_whole_text(gold: str, text: str) -> list[str]:
     """
     The pieces of a text that may state the answer, if the right answer is JSON.
 

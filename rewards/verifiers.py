@@ -29,7 +29,7 @@ Every rule in the section "What a completion states" of docs/data.md has a funct
 | JSON alone, in a fence or in prose | json_answers.find_single_json_value |
 | a question or a denial | statements.is_question, texts.DENIAL |
 
-`read_text_answers`, `read_math_answers`, `read_choice_answers` and `read_json_marks_or_whole_text`
+`read_text_answers`, `read_math_answers`, `read_choice_answers` and `read_marked_json_or_whole_text`
 apply the rules in order.
 
 Training rewards a model for every loophole that it finds. Therefore nothing in a completion is run
@@ -134,7 +134,9 @@ number = math_correct
 marked = make_verifier(
     math_answers.read_last_math_mark_and_rival_marks, math_answers.compare_mark_unless_words_precede
 )
-same_json = make_verifier(json_answers.read_json_marks_or_whole_text, json_answers.states_same_json)
+same_json = make_verifier(
+    json_answers.read_marked_json_or_whole_text, json_answers.states_same_json
+)
 
 
 def make_choice_verifier(names: Collection[str]) -> Verifier:

@@ -39,7 +39,7 @@ NUM_ROWS = 16
 NUM_TOKENS = 6
 
 
-def describe_settings_without_effect(
+def describe_loss_settings_without_effect(
     config: Config,
     own_loss: grpo.LossFunction | None = None,
     *,
@@ -75,8 +75,8 @@ def describe_settings_affecting_only_replay(
     all other samples are 1 if each rollout gets one update. A second line follows if the user's own
     loss ignores the weights that --importance-sampling-correction gives to the added samples.
     """
-    lines_without_replay = describe_settings_without_effect(config, own_loss)
-    lines_at_any_ratio = describe_settings_without_effect(config, own_loss, may_replay=True)
+    lines_without_replay = describe_loss_settings_without_effect(config, own_loss)
+    lines_at_any_ratio = describe_loss_settings_without_effect(config, own_loss, may_replay=True)
     clauses = []
     for line in lines_without_replay:
         if line in lines_at_any_ratio:

@@ -8,7 +8,7 @@ import preflight
 import train
 from config import Config
 from step import effects
-from step.effects import describe_settings_without_effect
+from step.effects import describe_loss_settings_without_effect
 from tests.small_run import SMALL_FLAGS
 from tests.test_grpo import LOSSES
 
@@ -36,7 +36,7 @@ ONE_UPDATE = (
 
 
 def describe(**settings):
-    return describe_settings_without_effect(Config.from_flags(**settings))
+    return describe_loss_settings_without_effect(Config.from_flags(**settings))
 
 
 def read_console(capsys):
@@ -115,7 +115,7 @@ def test_a_line_names_a_setting_exactly_if_the_gradient_without_it_is_the_same(l
         settings = {name: value}
         for num_updates in (1, 2):
             config = Config.from_flags(loss_type=loss, num_iterations=num_updates, **settings)
-            lines = describe_settings_without_effect(config)
+            lines = describe_loss_settings_without_effect(config)
             is_named = any(line.startswith(flag) for line in lines)
 
             old_logprobs = logprobs if num_updates == 1 else logprobs - shift
@@ -134,7 +134,7 @@ def describe_with_own_loss(tmp_path, name, **settings):
     (tmp_path / "own.py").write_text(OWN_LOSSES)
     config = Config.from_flags(loss_type=f"{tmp_path}/own.py:{name}", **settings)
     custom = objectives.load_and_try_custom_objective(config)
-    return describe_settings_without_effect(config, custom.loss)
+    return describe_loss_settings_without_effect(config, custom.loss)
 
 
 def test_a_line_names_beta_if_an_own_loss_does_not_use_the_reference(tmp_path):
@@ -175,9 +175,9 @@ def test_a_run_and_preflight_print_the_lines_and_the_run_records_them_once(tmp_p
 def test_with_a_samples_hook_a_clip_bound_has_no_effect_only_if_the_loss_never_reads_it():
     for settings in ({"epsilon": 0.01}, {"loss_type": "cispo", "epsilon_high": 5.0}):
         config = Config.from_flags(**settings)
-        assert describe_settings_without_effect(config, may_replay=True) == []
+        assert describe_loss_settings_without_effect(config, may_replay=True) == []
     config = Config.from_flags(loss_type="sapo", epsilon=0.1)
-    (line,) = describe_settings_without_effect(config, may_replay=True)
+    (line,) = describe_loss_settings_without_effect(config, may_replay=True)
     assert line == "--epsilon 0.1 has no effect, because --loss-type sapo does not use it"
 
 

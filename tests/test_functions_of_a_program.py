@@ -11,7 +11,10 @@ import grpo
 from config import Config
 from reporting import advice, answer_changes
 from rewards import functions
-from step.effects import describe_settings_affecting_only_replay, describe_settings_without_effect
+from step.effects import (
+    describe_loss_settings_without_effect,
+    describe_settings_affecting_only_replay,
+)
 from step.objectives import compute_custom_advantages
 
 NAMELESS = f"{functions.NAMELESS}:lambda"
@@ -69,7 +72,7 @@ def test_the_correction_has_an_effect_on_replayed_samples_of_an_own_loss():
         return grpo.Loss(each.sum() / tokens.num_items, {})
 
     config = Config.from_flags(importance_sampling_correction="token", loss_type="own.py:clipped")
-    assert describe_settings_without_effect(config, clipped_to_old, may_replay=True) == []
+    assert describe_loss_settings_without_effect(config, clipped_to_old, may_replay=True) == []
     line, advice_on_weights = describe_settings_affecting_only_replay(config, clipped_to_old)
     assert line.startswith(
         "--importance-sampling-correction token has an effect only on samples of earlier"

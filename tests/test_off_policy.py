@@ -10,7 +10,7 @@ import train
 import update
 from config import Config
 from step.batch import make_batches
-from step.effects import describe_settings_without_effect
+from step.effects import describe_loss_settings_without_effect
 from step.loss import StepLoss
 from step.sample import Sample, mark_replayed_samples
 from tests.small_run import (
@@ -258,13 +258,13 @@ def test_a_warning_names_a_loss_of_the_user_that_ignores_the_correction():
         return grpo.Loss(terms.sum() / tokens.num_items, {})
 
     config = Config.from_flags(importance_sampling_correction="token", loss_type="own.py:ignores")
-    (line,) = describe_settings_without_effect(config, ignores)
+    (line,) = describe_loss_settings_without_effect(config, ignores)
     assert line == (
         "--importance-sampling-correction token has no effect, because --loss-type own.py:ignores "
         "does not use it"
     )
     builtin = Config.from_flags(importance_sampling_correction="token")
-    assert describe_settings_without_effect(builtin) == []
+    assert describe_loss_settings_without_effect(builtin) == []
 
 
 def test_from_trl_converts_the_settings_of_the_correction(tmp_path, capsys):

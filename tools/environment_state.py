@@ -100,7 +100,7 @@ def record_or_restore_first_states(environments: Mapping[str, type]) -> None:
 # ---- state that would be lost
 
 
-def describe_unsaved_class_attributes(environments: Mapping[str, type]) -> dict[str, str]:
+def unsaved_class_attribute_values(environments: Mapping[str, type]) -> dict[str, str]:
     """
     For environments without `get_state`, returns the values of the class attributes as texts.
 
@@ -122,7 +122,7 @@ def warning_of_lost_state(before: dict[str, str], after: dict[str, str]) -> str:
     """
     A warning that names the class attributes that changed during a run; "" if none changed.
 
-    before, after: results of `describe_unsaved_class_attributes`.
+    before, after: results of `unsaved_class_attribute_values`.
     """
     changed = [name for name, value in after.items() if before.get(name) != value]
     if not changed:

@@ -49,14 +49,17 @@ def describe_loss_settings_without_effect(
     Returns a line for each loss setting that is not at its default, but has no effect on training.
 
     own_loss: the user's own loss function; None if --loss-type names one of Gwen's losses.
-    may_replay: whether `Trainer.on_samples` is set. This hook may add samples of earlier steps,
-    whose importance ratios are not 1. If the hook is set, the lines name only settings that have no
-    effect at any ratio.
+    may_replay: whether `Trainer.on_samples` is set. This hook may add samples of earlier steps.
+    Without --importance-sampling-correction, their importance ratios are not 1, so the lines name
+    only settings that have no effect at any ratio.
     """
     if config.objective.loss_type in ("sft", "distill"):
         return []  # settings/checks.py refuses the settings that these losses cannot use
     loss = own_loss or grpo.LOSSES[config.objective.loss_type]
-    are_ratios_one = has_one_update_per_rollout(config) and not may_replay
+    # with the correction, the ratios of replayed samples are 1 in the first update too
+    has_correction = config.objective.importance_sampling_correction != "off"
+    may_differ_from_one = may_replay and not has_correction
+    are_ratios_one = has_one_update_per_rollout(config) and not may_differ_from_one
     lines = list(_describe_unused_loss_settings(config, loss, are_ratios_one, may_replay))
     if are_ratios_one:
         lines += _describe_loss_with_equal_gradient(config, loss)

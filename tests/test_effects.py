@@ -8,7 +8,10 @@ import preflight
 import train
 from config import Config
 from step import effects
-from step.effects import describe_loss_settings_without_effect
+from step.effects import (
+    describe_loss_settings_without_effect,
+    describe_settings_affecting_only_replay,
+)
 from tests.small_run import SMALL_FLAGS
 from tests.test_grpo import LOSSES
 
@@ -179,6 +182,17 @@ def test_with_a_samples_hook_a_clip_bound_has_no_effect_only_if_the_loss_never_r
     config = Config.from_flags(loss_type="sapo", epsilon=0.1)
     (line,) = describe_loss_settings_without_effect(config, may_replay=True)
     assert line == "--epsilon 0.1 has no effect, because --loss-type sapo does not use it"
+
+
+def test_with_the_correction_the_ratios_of_replayed_samples_are_1_too():
+    config = Config.from_flags(
+        loss_type="cispo", epsilon_high=5.0, importance_sampling_correction="token"
+    )
+    lines = describe_loss_settings_without_effect(config, may_replay=True)
+    assert lines == describe_loss_settings_without_effect(config)
+    assert any("--epsilon-high 5.0 has no effect" in line for line in lines)
+    assert any("trains exactly like --loss-type dapo" in line for line in lines)
+    assert describe_settings_affecting_only_replay(config) == []
 
 
 def test_the_lines_of_a_run_with_a_samples_hook_mention_samples_of_earlier_steps(tmp_path, capsys):

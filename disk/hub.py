@@ -649,14 +649,13 @@ def standardize_stored_weights(
 
     Norms and convolutions from mlx_lm files are converted to the values of Hugging Face files.
     """
-    if not family.is_hybrid:
-        return weights, 0
-    renamed = {standard_tensor_name(name): array for name, array in weights.items()}
-    out = {name: array for name, array in renamed.items() if not name.startswith(family.skipped)}
+    if family.is_hybrid:
+        weights = {standard_tensor_name(name): array for name, array in weights.items()}
+    out = {name: array for name, array in weights.items() if not name.startswith(family.skipped)}
     is_from_mlx_lm = any(
         name.endswith("conv1d.weight") and array.shape[-1] == 1 for name, array in out.items()
     )
-    if is_from_mlx_lm:
+    if family.is_hybrid and is_from_mlx_lm:
         out = _convert_norms_and_convolutions(out, -family.norm_offset)
     return out, len(weights) - len(out)
 

@@ -465,3 +465,24 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(
     mx.save_safetensors(str(adapter / "adapters.safetensors"), tensors or {"x": mx.zeros(1)})
     with raises_one_line(match):
         gwen.load_model(directory, mx.float32, adapter)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_the_tensors_that_a_family_skips_are_ignored_with_a_line(
+    checkpoints, tmp_path, monkeypatch, capsys, family
+):
+    source = checkpoints[family.replace("_", ".")]
+    directory = shutil.copytree(source, tmp_path / "model")
+    weights_file = str(next(directory.glob("*.safetensors")))
+    extra = {"model.extra.weight": mx.ones((2, 3))}
+    mx.save_safetensors(weights_file, mx.load(weights_file) | extra)
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+    tokens = mx.array([[5, 6, 7]])
+    with pytest.raises(ValueError, match=r"model\.extra\.weight"):
+        gwen.load_model(directory, mx.float32)
+
+    skipped = (*hub.FAMILIES[family].skipped, "model.extra.")
+    monkeypatch.setitem(hub.FAMILIES, family, hub.FAMILIES[family]._replace(skipped=skipped))
+    model = gwen.load_model(directory, mx.float32)
+    assert "ignored 1 tensors" in capsys.readouterr().err
+    assert mx.array_equal(model(tokens), gwen.load_model(source, mx.float32)(tokens))

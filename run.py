@@ -315,8 +315,8 @@ class Run:
                 raise ValueError(
                     f"--resume {self.dir}: this run was trained with {name} as {place}, but now "
                     f"{place} is {current_name}; to use {name}, call Trainer.resume in Python, and "
-                    f"set trainer.{place} before the first step; to continue without {name}, add "
-                    "--allow-changes (in Python, allow_changes=True)"
+                    f"{functions.advice_to_set_parts({place: name})}; to continue without {name}, "
+                    "add --allow-changes (in Python, allow_changes=True)"
                 )
         for place in self.saved_parts | current:
             was = self.saved_parts.get(place, "not set")

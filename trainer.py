@@ -597,7 +597,7 @@ def _explain_how_to_continue(run: Any, error: BaseException | None = None) -> st
     is_saved = bool(checkpoint.list_checkpoints(run.dir))
     flags = run.config.to_flags()
     place = functions.only_place_that_has_functions(flags)
-    parts = [f"trainer.{name}" for name in run.names_of_parts_set_in_python()]
+    parts = run.names_of_parts_set_in_python()
     if place or parts:
         return correct_first + _explain_how_to_continue_in_python(
             run, parts, smaller_flag, place or "Python", allows_changes=bool(allow_flag)
@@ -612,7 +612,7 @@ def _explain_how_to_continue(run: Any, error: BaseException | None = None) -> st
 
 def _explain_how_to_continue_in_python(
     run: Any,
-    parts: list[str],
+    parts: dict[str, str],
     smaller_flag: str,
     place: str,
     *,
@@ -621,7 +621,7 @@ def _explain_how_to_continue_in_python(
     """
     Advice for a run that train.py cannot resume, because only a Python program can set its parts.
 
-    parts: the attributes of the trainer that the program sets, such as "trainer.on_samples".
+    parts: the names of the objects that the program sets, by attribute of the trainer.
     smaller_flag: a flag with which the run needs less memory, or "".
     place: what can continue the run: "this process", "this program" or "Python".
     allows_changes: whether the resumed run must accept a function that has changed.
@@ -639,7 +639,7 @@ def _explain_how_to_continue_in_python(
     call = f"Trainer.resume({', '.join(arguments)})"
     if not parts:
         return f"continue in {place} with: {call}"
-    return f"continue in {place}: call {call}, and set {' and '.join(parts)} before the first step"
+    return f"continue in {place}: call {call}, and {functions.advice_to_set_parts(parts)}"
 
 
 def _flag_that_needs_less_memory(run: Any, error: BaseException) -> str:

@@ -295,10 +295,10 @@ def command_to_double_steps(run: History) -> str:
     """
     num_steps = 2 * run.evals[-1]["step"]
     place = functions.only_place_that_has_functions(run.settings)
-    parts = [f"trainer.{name}" for name in run.parts_set_in_python]
+    parts = run.parts_set_in_python
     if place or parts:
         call = f"in {place or 'Python'}, call Trainer.resume({str(run.dir)!r}, steps={num_steps})"
-        return f"{call} and set {' and '.join(parts)} before the first step" if parts else call
+        return f"{call} and {functions.advice_to_set_parts(parts)}" if parts else call
     program = command_prefix_with_extras(run.settings)
     return f"{program} --resume {shell_quoted_dir(run)} --steps {num_steps}"
 

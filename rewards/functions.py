@@ -18,7 +18,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -265,6 +265,21 @@ def only_place_that_has_functions(settings: dict[str, Any]) -> str:
     if f"{NAMELESS}:" in text:
         return "this process"
     return "this program" if "'__main__:" in text else ""
+
+
+def advice_to_set_parts(parts: Mapping[str, str]) -> str:
+    """
+    Returns what a program must do after `Trainer.resume`, and before the first step.
+
+    parts: the names of the objects that only a Python program can set, by attribute of the trainer.
+    """
+    attributes = " and ".join(f"trainer.{attribute}" for attribute in parts)
+    advice = f"set {attributes} before the first step"
+    name = parts.get("on_samples", "")
+    if name.endswith(".on_samples"):
+        owner = name.split(".")[-2]
+        advice += f" (if {owner} is a subclass of Trainer, call {owner}.resume instead)"
+    return advice
 
 
 def settings_without_update_functions(settings: dict[str, Any]) -> dict[str, Any]:

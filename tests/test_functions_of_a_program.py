@@ -50,6 +50,10 @@ def test_a_run_of_a_program_is_continued_in_this_program():
         "in this program, call Trainer.resume('runs/a', steps=40) and set trainer.on_samples "
         "before the first step"
     )
+    with_method = make_history({}, {"on_samples": "ReplayTrainer.on_samples"})
+    assert advice.command_to_double_steps(with_method).endswith(
+        "(if ReplayTrainer is a subclass of Trainer, call ReplayTrainer.resume instead)"
+    )
     with_part_only = make_history({}, {"on_samples": "keep"})
     assert advice.command_to_double_steps(with_part_only).startswith("in Python, call")
     from_files = make_history({"model": "demo", "loss_type": "dapo"}, {})

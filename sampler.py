@@ -740,6 +740,8 @@ def rollout(
     activity = "sampling" if params.temperature else "answering greedily"
     with alive.Bar(total=num_rows, desc=activity, unit="row") as progress:
         state = DecodeState(num_rows, params, key, rows)
+        # the rows of a batch are decoded at the same time, so the first to end tell little
+        progress.fewest_for_estimate = max(num_rows // 4, 1)
         state.progress = progress
         state.episodes = episodes
         sample_with_retries(model, by_length, state, size, share_prefix)

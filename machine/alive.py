@@ -69,6 +69,7 @@ class Bar(tqdm):
         self.start_n = self.n
         self.begin_s = time.monotonic()
         self.may_never_end = False
+        self.fewest_for_estimate = 1  # the time left is estimated when this many items are done
         _register_bar_and_start_thread(self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -116,7 +117,7 @@ class Bar(tqdm):
                 text += f" of {self.total}"
             if self.unit_name:
                 text += f" {self.unit_name}s"
-        if can_estimate and num_done > 0 and num_left > 0:
+        if can_estimate and num_done >= self.fewest_for_estimate and num_left > 0:
             seconds_left = seconds / num_done * num_left
             return f"{text}, about {format_duration(seconds_left)} left"
         return f"{text}, {format_duration(seconds)} so far"

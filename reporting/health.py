@@ -216,19 +216,28 @@ def is_training_loss_still_falling(steps: Records) -> bool:
     """
     Whether the loss still fell clearly from the third to the fourth quarter of the steps.
 
-    The fall must be at least `LEAST_FALL` of the third quarter's mean, and at least twice the
-    standard error of the fall.
+    The fall is that of a straight line through the losses of both quarters. It must be at least
+    `LEAST_FALL` of the third quarter's mean, and at least twice its standard error.
     """
     losses = measured_values(steps, "loss")
     size = len(losses) // 4
     if not size:
         return False
-    third = losses[-2 * size : -size]
-    last = losses[-size:]
-    fall = statistics.fmean(third) - statistics.fmean(last)
-    variances = [statistics.variance(quarter) if size > 1 else 0.0 for quarter in (third, last)]
-    standard_error = math.sqrt(sum(variances) / size)
-    return fall >= max(LEAST_FALL * statistics.fmean(third), 2 * standard_error, 1e-9)
+    second_half = losses[-2 * size :]
+    places = range(2 * size)
+    slope, intercept = statistics.linear_regression(places, second_half)
+    fall = -slope * size
+
+    standard_error = 0.0
+    if size > 1:  # two losses always lie on a straight line
+        residuals = [
+            loss - (intercept + slope * place)
+            for place, loss in zip(places, second_half, strict=True)
+        ]
+        residual_variance = sum(residual**2 for residual in residuals) / (2 * size - 2)
+        spread = sum((place - statistics.fmean(places)) ** 2 for place in places)
+        standard_error = size * math.sqrt(residual_variance / spread)
+    return fall >= max(LEAST_FALL * statistics.fmean(second_half[:size]), 2 * standard_error, 1e-9)
 
 
 def mean_completion_fraction_by_control_token(records: Records) -> dict[str, float]:

@@ -651,12 +651,23 @@ def add_noise(values):
     [
         ([1.26, 0.9, 0.7, 0.5, 0.36, 0.28], True),
         ([1.26, 0.5, 0.3, 0.26, 0.27, 0.26], False),
+        ([1.6, 1.3, 1.0, 0.85, 0.78, 0.65, 0.6, 0.52], True),
+        ([1.6, 1.3, 1.0, 0.85, 0.5, 0.7, 0.45, 0.68], False),
         (add_noise(2 - n / 40 for n in range(40)), True),
         (add_noise(0.5 for _ in range(40)), False),
         ([2.0, 1.0, 0.5], False),  # three steps are too few to see a trend
         ([0.0] * 8, False),
     ],
-    ids=["falling", "flat", "falling amid noise", "noise", "three steps", "zero"],
+    ids=[
+        "falling",
+        "flat",
+        "steady fall in 8 steps",
+        "noise in 8 steps",
+        "falling amid noise",
+        "noise",
+        "three steps",
+        "zero",
+    ],
 )
 def test_with_two_evaluations_the_training_loss_decides_whether_to_train_longer(
     tmp_path, training_losses, is_falling

@@ -8,6 +8,7 @@ time_estimate.py estimate memory and time without running the model.
 
 import contextlib
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import gwen
 import tasks
 from config import Config, MemoryDependentSizes
 from disk import hub, model_choice
-from disk.run_files import read_log
+from disk.run_files import load_settings, read_log
 from forecast.memory_estimate import (
     CHANGE,
     TOO_LARGE,
@@ -43,7 +44,7 @@ from prompts.examples import (
 )
 from prompts.held_out import warnings_of_few_held_out
 from rewards import audit, form
-from settings.sources import to_yaml
+from settings.sources import command_prefix_with_extras, to_yaml
 from tools.toolbox import make_toolbox, max_conversation_tokens
 
 TRY_STEPS = 4
@@ -62,7 +63,6 @@ MANY_DEGENERATE = 0.1
 LONG = 300.0  # seconds; a shorter run is not stopped, even if all rewards in each group are equal
 SHOWN = 5  # the number of answers that are printed
 MOST_RENDERED = 256  # tokens are counted only in this many of the longest prompts
-WARM_START = "a warm start (docs/warm-start.md)"
 NONE_RIGHT = (
     "; no answer is right yet, so the model may learn only to please the reward function: "
     "first train it on right answers (docs/warm-start.md)"
@@ -527,10 +527,12 @@ def suggest_changes(
         if closed_gate:
             changes.append(closed_gate)
         elif figures.highest == figures.lowest:
-            changes.insert(0, advise_on_all_equal_rewards(figures.highest))
+            changes.insert(0, advise_on_all_equal_rewards(config, figures.highest))
         elif figures.middle < FEW_RIGHT:
             changes.insert(
-                0, f"nearly all answers fail: use {WARM_START}, easier prompts, or more --groups"
+                0,
+                f"nearly all answers fail: {advise_warm_start(config)}, use easier prompts, or "
+                "more --groups",
             )
         elif figures.middle > MANY_RIGHT:
             changes.append("nearly all answers succeed: use harder prompts")
@@ -547,8 +549,8 @@ def suggest_changes(
         )
     # this change comes first, because answers that are cut off may cause the other problems
     if figures.truncated > MANY_CUT:
-        warm_start = f"use {WARM_START}, "
-        if any(WARM_START in change for change in changes):
+        warm_start = f"{advise_warm_start(config)}, "
+        if any(warm_start in change for change in changes):
             warm_start = ""
         changes.insert(
             0,
@@ -589,10 +591,20 @@ def explain_form_gate_failures(
     return text
 
 
-def advise_on_all_equal_rewards(reward: float) -> str:
+def advise_on_all_equal_rewards(config: Config, reward: float) -> str:
     """Advise what to change if all answers get the same reward."""
-    if reward > 0:
-        fix = "use a reward that distinguishes answers, or other prompts"
-    else:
-        fix = f"use {WARM_START}, a reward that distinguishes answers, or other prompts"
+    fix = "use a reward that distinguishes answers, or other prompts"
+    if reward <= 0:
+        fix = f"{advise_warm_start(config)}, {fix}"
     return f"every answer gets the reward {reward:.3g}: {fix}"
+
+
+def advise_warm_start(config: Config) -> str:
+    """Advise a warm start, or its continuation if --init-adapter names the run of a warm start."""
+    adapter = config.model.init_adapter
+    if adapter and (Path(adapter) / "config.yaml").is_file():
+        settings = load_settings(adapter)
+        if settings.get("loss_type") == "sft":
+            resume = f"--resume {shlex.quote(adapter)} --steps {2 * settings['steps']}"
+            return f"continue the warm start ({command_prefix_with_extras(settings)} {resume})"
+    return "use a warm start (docs/warm-start.md)"

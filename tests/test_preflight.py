@@ -278,7 +278,7 @@ def make_answers(rewards, completion="A.", prompt="?"):
             [0.0] * 4,
             {},
             "change: every answer gets the reward 0: use a warm start "
-            "(docs/warm-start.md), a reward that",
+            "(docs/warm-start.md), use a reward that",
         ),
         (
             {"sampling/signal_groups": 0},
@@ -291,7 +291,7 @@ def make_answers(rewards, completion="A.", prompt="?"):
             [0.0] * 9 + [1.0],
             {"max_tokens": 8},
             "change: ask for shorter answers, or raise --max-tokens above 8; "
-            "nearly all answers fail: use a warm start (docs/warm-start.md), easier prompts, "
+            "nearly all answers fail: use a warm start (docs/warm-start.md), use easier prompts, "
             "or more --groups",
         ),
         (
@@ -357,6 +357,16 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, expected_tex
     if not figures:
         assert "in 12 groups before training, with an error of up to 28%; " in lines[-4]
     assert lines[0] == f"  {rewards[0]:.3g}  'What?' -> {trial.shorten_value(completion)}"
+
+
+def test_a_trial_from_the_adapter_of_a_warm_start_advises_to_continue_the_warm_start(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: smollm2\nloss_type: sft\nsteps: 6\n")
+    config = make_config(init_adapter=str(tmp_path))
+    command = f"uv run --extra smollm train.py --resume {tmp_path} --steps 12"
+    assert trial.advise_warm_start(config) == f"continue the warm start ({command})"
+    (tmp_path / "config.yaml").write_text("model: smollm2\nloss_type: dapo\nsteps: 6\n")
+    assert "docs/warm-start.md" in trial.advise_warm_start(config)
+    assert "docs/warm-start.md" in trial.advise_warm_start(make_config())
 
 
 def test_a_trial_advises_the_gate_only_if_answers_that_repeat_or_copy_are_rewarded():

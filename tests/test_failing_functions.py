@@ -229,6 +229,32 @@ def test_the_sql_reward_of_the_page_rewards_right_rows_and_survives_hostile_quer
     assert values == list(queries.values())
 
 
+def test_the_pattern_reward_of_the_page_rewards_right_patterns_and_stops_slow_ones(tmp_path):
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    (body,) = re.findall(r"```python\n(import re\nimport signal\n.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.py").write_text(body)
+    name, reward = rewards.load_reward(f"{tmp_path}/mine.py:right_pattern")
+    expected_rewards = {
+        r"\d+": 1.0,
+        r" [0-9]{1,30} ": 1.0,  # spaces around an answer do not count
+        r"\d": 0.0,
+        r".*": 0.0,
+        "(": 0.0,
+        "": 0.0,
+        r"(\d+)+x": 0.0,  # takes exponential time
+        "a{99999999999999999999}": 0.0,
+        "(" * 9999: 0.0,
+    }
+    patterns = list(expected_rewards)
+    columns = {
+        "accepted": [["7", "42", "1" * 30]] * len(patterns),
+        "refused": [["", "a", "4 2"]] * len(patterns),
+    }
+    prompts = ["Match numbers."] * len(patterns)
+    values = rewards.call_reward_on_rank0(name, reward, prompts, patterns, columns)
+    assert dict(zip(patterns, values, strict=True)) == expected_rewards
+
+
 def test_the_audit_finds_that_the_sql_reward_expects_a_query_without_other_text(sql_reward):
     rows = []
     for age in (2, 4, 6):

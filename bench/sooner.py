@@ -356,6 +356,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--variants", nargs="+", metavar="NAME", help="the variants to train (default: all but trl)"
     )
     parser.add_argument(
+        "--train-flags",
+        metavar="FLAGS",
+        help='more flags of train.py for each run, such as "--steps 30 --eval-every 1"; use a '
+        "different --out for different flags",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path("runs/sooner"),
@@ -394,6 +400,7 @@ def main(argv: list[str] | None = None) -> None:
         accuracy = args.line
         if args.task:
             task = TASKS[args.task]
+            task = task._replace(flags=f"{task.flags} {args.train_flags or ''}")
             variants = choose_variant_flags(task, args.variants)
             folders = train_missing_runs(task, variants, args.out / args.task, args.num_seeds)
             accuracy = accuracy or task.accuracy

@@ -105,3 +105,20 @@ def test_an_unknown_variant_is_refused_with_the_names_of_the_known_ones():
     task = sooner.TASKS["demo"]
     assert "'3 of 8'" in catch_message(lambda: sooner.choose_variant_flags(task, ["3 of 8"]))
     assert "trl" in catch_message(lambda: sooner.choose_variant_flags(task, ["trl"]))
+
+
+def test_the_flags_of_the_command_follow_those_of_the_task(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(
+        sooner.subprocess, "run", lambda command, **options: commands.append(command)
+    )
+    monkeypatch.setattr(sooner.seeds, "load_seed_groups", lambda folders: [])
+    monkeypatch.setattr(sooner, "print_accuracies_and_costs", lambda groups, accuracy: None)
+    flags = ["--num-seeds", "1", "--variants", "2 of 8", "--out", str(tmp_path)]
+    sooner.main(["--task", "demo", *flags, "--train-flags", "--steps 30 --eval-every 1"])
+
+    (command,) = commands
+    settings = sooner.sources.parse_flags(command[command.index("--train-one") + 2 :])
+    assert settings.steps == "30"
+    assert settings.eval_every == "1"
+    assert settings.train_completions == "2"

@@ -350,13 +350,14 @@ def chat_play_or_complete(args: argparse.Namespace) -> None:
     task_model = load_task_defaults(args.task or "", "").get("model")
     name, reason = model_choice.choose_model_and_reason(args.model, adapter, task_model)
 
+    note_on_before = ""
     is_separate = False  # whether the adapter is not merged, so that it can be switched off
     if args.compare:
         start = run_files.adapter_path_at_step(args.run, 0) if args.run else None
         model, tokenizer, is_separate = policy.load_policy(name, adapter, start, args.end_tokens)
         if start:
             beginning = model_card.describe_initial_adapter(run_files.load_settings(args.run))
-            reason += f"; [before] is {name}{beginning}"
+            note_on_before = f"; [before] is {name}{beginning}"
     else:
         model, tokenizer = gwen.load(name, adapter=adapter, end_tokens=args.end_tokens)
 
@@ -368,7 +369,10 @@ def chat_play_or_complete(args: argparse.Namespace) -> None:
         stop=sampler.StopTexts(args.stop, tokenizer) if args.stop else None,
     )
     opening, note = choose_opening_and_note(args)
-    print_wrapped(escape_invisible(f"model: {name}, {reason}{note}"), sys.stderr)
+    line = f"model: {name}, {reason}"
+    if args.run:
+        line = f"run: {args.run}, {run_files.describe_adapter_at_step(args.step)}; model: {name}"
+    print_wrapped(escape_invisible(f"{line}{note_on_before}{note}"), sys.stderr)
 
     if args.chat:
         side = ChatModel(

@@ -157,9 +157,8 @@ def choose_config_and_description(args: Namespace) -> tuple[Config, str]:
     """Returns the settings of the evaluation and a line that names the run or the model."""
     flags = settings_from_flags(args, OVERRIDABLE)
     if args.run:
-        adapter_text = "newest adapter" if args.step is None else f"step {args.step}"
         config = load_run_config_and_set_template_date(args.run, flags, args.data)
-        return config, f"run: {args.run}, {adapter_text}"
+        return config, f"run: {args.run}, {run_files.describe_adapter_at_step(args.step)}"
 
     default_model = load_task_defaults(args.task or "", "").get("model")
     model, reason = model_choice.choose_model_and_reason(args.model, args.adapter, default_model)

@@ -109,6 +109,11 @@ def load_settings(run: str) -> dict[str, Any]:
     return settings
 
 
+def describe_adapter_at_step(step: int | None) -> str:
+    """Return what `adapter_path_at_step` returns for this step, in words."""
+    return "newest adapter" if step is None else f"step {step}"
+
+
 def adapter_path_at_step(run: str, step: int | None) -> str | None:
     """
     Return the path of the adapter that a run saved after `step`, or of its newest adapter.

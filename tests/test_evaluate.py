@@ -453,7 +453,9 @@ def test_every_command_reports_a_wrong_run_or_step_in_one_line(
 def test_chat_and_export_load_model_and_adapter_from_the_run(runs, capsys, tmp_path):
     prompt = ["--prompt", "What is one plus two?", "--temp", "0"]
     chat.main(["--run", str(runs / "demo"), *prompt])
-    completion_of_run = capsys.readouterr().out
+    completion_of_run, line = capsys.readouterr()
+    line = " ".join(line.split())
+    assert line.startswith(f"run: {runs / 'demo'}, newest adapter; model: demo")
     export.main(["--fuse", "--run", str(runs / "demo"), "--out", str(tmp_path / "merged")])
     capsys.readouterr()
     chat.main(["--model", str(tmp_path / "merged"), "--max-tokens", "8", *prompt])

@@ -419,7 +419,9 @@ def lines_of_next_step(advice_text: str) -> list[str]:
     launcher = command_prefix().split()[0]  # "uv" or "gwen"
     text_and_command = re.compile(rf"(.*?: )({re.escape(launcher)} .*)")
     lines: list[str] = []
-    for clause in re.split(rf"; (?=[^;]*: {re.escape(launcher)} )", f"next: {advice_text}"):
+    # a clause with "or" may contain a call in Python instead of a command
+    clause_begins = rf"; (?=or |[^;]*: {re.escape(launcher)} )"
+    for clause in re.split(clause_begins, f"next: {advice_text}"):
         indent = "  " if lines else ""
         match = text_and_command.fullmatch(clause)
         if match is None:

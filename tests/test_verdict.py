@@ -352,6 +352,13 @@ def policy_before_exact(rng, prompt):
     return random_text(rng), 0.1, 0.0
 
 
+def test_an_alternative_to_a_command_is_not_on_the_line_of_the_command():
+    command = "uv run report.py --compare a b"
+    alternative = "or train longer: in this program, call Trainer.resume('runs/a', steps=40)"
+    lines = verdict.lines_of_next_step(f"Measure more: {command}; {alternative}")
+    assert lines == ["next: Measure more:", f"    {command}", f"  {alternative}"]
+
+
 def test_a_run_whose_answers_are_all_right_is_not_advised_to_train_longer():
     answers = {}
     evals = []

@@ -59,6 +59,16 @@ def hash_prompt_without_system(example: Example) -> str:
     return sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()
 
 
+def key_of_problem(record: dict[str, Any]) -> str:
+    """
+    A text that names the problem of a record of `eval_answers.jsonl` or `evaluate.py --out`.
+
+    Two runs have equal keys for the same problem even if one of them recorded the prompt as text,
+    and the other one recorded the prompt as messages.
+    """
+    return f"{record['problem']} {hash_prompt_without_system(record)}"
+
+
 def pick_evenly_spaced(items: list[Any], limit: int | None) -> list[Any]:
     """
     At most `limit` items, evenly spaced over the list. If the limit is 0 or None, returns all

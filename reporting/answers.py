@@ -14,7 +14,7 @@ import numpy as np
 from disk.run_files import read_log
 from disk.statistics import FEWEST_FOR_INTERVAL, confidence_half_width
 from flags import escape_invisible
-from prompts.examples import hash_prompt_without_system
+from prompts.examples import key_of_problem
 from reporting import difference
 from text.documents import read_json
 
@@ -35,11 +35,7 @@ def load_answers_of_file_or_newest_of_run(path: str) -> Answers:
             records = [record for record in all_records if record["step"] == newest]
         else:
             records = [read_json(line) for line in Path(path).read_bytes().splitlines()]
-        # one run may have recorded a prompt as text, and another as a message of the user
-        return {
-            f"{record['problem']} {hash_prompt_without_system(record)}": record
-            for record in records
-        }
+        return {key_of_problem(record): record for record in records}
     except (OSError, ValueError, LookupError, TypeError) as error:
         if not Path(path).exists():
             raise ValueError(

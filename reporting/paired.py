@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from config import SETTINGS
+from prompts.examples import key_of_problem
 from reporting import difference
 from reporting.history import Answers, History
 from reporting.seeds import SeedGroup
@@ -132,7 +133,7 @@ def value_by_number_and_prompt(
     """
     answers = newest_held_out_answers(run)
     values = value_by_problem(answers)
-    return {f"{problem} {answers[problem]['prompt']}": value for problem, value in values.items()}
+    return {key_of_problem(answers[problem]): value for problem, value in values.items()}
 
 
 def differing_measure_flags_and_files(first: History, other: History, figure: str) -> list[str]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from conftest import write_log
+from conftest import read_log, write_log
 from test_report import answer_record, eval_record, make_run
 
 import report
@@ -58,6 +58,19 @@ def test_a_comparison_lists_changed_files_greedy_figures_and_the_difference_by_p
     markup = page.write_page(first, None, [second]).read_text()
     assert start in markup
     assert "accuracy +0.750" in markup
+
+
+def test_a_warm_start_is_compared_with_a_grpo_run_that_records_prompts_as_text(tmp_path):
+    first = write_run(tmp_path / "first", 2, 4)
+    second = write_run(tmp_path / "second", 14, 4)
+    answers = read_log(tmp_path / "first" / "eval_answers.jsonl")
+    for answer in answers:
+        system = {"role": "system", "content": "Be brief."}
+        answer["prompt"] = [system, {"role": "user", "content": answer["prompt"]}]
+    write_log(tmp_path / "first" / "eval_answers.jsonl", answers)
+    (line,) = paired.describe_paired_differences(seeds.load_seed_groups([first, second]))
+    assert "accuracy +0.750" in line
+    assert "on 16 problems, better" in line
 
 
 def test_runs_with_different_reward_code_are_not_compared_by_score(tmp_path):

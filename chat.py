@@ -308,8 +308,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--prompt",
+        action="append",
         help="the user's message (required without --chat, unless there are tools; with tools, the "
-        "default is held-out problems)",
+        "default is held-out problems); give the flag once for each of several messages, which are "
+        "answered separately",
     )
     parser.add_argument(
         "--chat", action="store_true", help="answer lines that you type or send through a pipe"
@@ -402,9 +404,10 @@ def refuse_invalid_flags(args: argparse.Namespace, adapter: str | None) -> None:
     """Raises ValueError if a flag has a wrong value or if flags conflict."""
     check_minimums(args, num=1, max_tokens=1, temp=0, seed=0)
     check_settings({"stop": args.stop, "end_tokens": args.end_tokens})
-    for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
-        if text is not None:
-            refuse_blank_or_broken_text(flag, text)
+    for text in args.prompt or []:
+        refuse_blank_or_broken_text("--prompt", text)
+    if args.system is not None:
+        refuse_blank_or_broken_text("--system", args.system)
     if args.chat and (args.prompt or args.num > 1):
         raise ValueError(
             "--chat reads your messages line by line, and gives one answer to each; "
@@ -441,10 +444,13 @@ def choose_opening_and_note(args: argparse.Namespace) -> tuple[Messages, str]:
 def repeat_prompt_or_pick_held_out(
     args: argparse.Namespace, config: Config, opening: Messages
 ) -> list[dict[str, Any]]:
-    """The problems to play: the --prompt, repeated --num times, or --num held-out problems."""
+    """The problems to play: each --prompt, repeated --num times, or --num held-out problems."""
     if args.prompt:
-        prompt = [*opening, {"role": "user", "content": args.prompt}]
-        return [{"prompt": prompt}] * args.num
+        return [
+            {"prompt": [*opening, {"role": "user", "content": text}]}
+            for text in args.prompt
+            for _ in range(args.num)
+        ]
     run_held_out = tasks.read_held_out_keys(args.run) if args.run else []
     task = tasks.make_task(config, held_out_keys=run_held_out)
     return list(pick_evenly_spaced(task.held_out, args.num))
@@ -458,7 +464,8 @@ def play_and_print_episodes(
     args: argparse.Namespace,
 ) -> None:
     """Samples an episode for each problem, and prints the episodes with their rewards."""
-    groups = [0] * len(problems) if args.prompt else list(range(len(problems)))
+    group_size = args.num if args.prompt else 1
+    groups = [place // group_size for place in range(len(problems))]
     playing = episodes.Episodes(
         toolbox, problems, groups, f"held out {args.seed}", is_evaluation=True
     )
@@ -477,18 +484,21 @@ def sample_and_print_completions(
     params: sampler.SamplingParams,
     args: argparse.Namespace,
 ) -> None:
-    """Samples and prints --num completions of the prompt."""
-    messages = [*opening, {"role": "user", "content": args.prompt}]
+    """Samples and prints --num completions of each --prompt."""
+    examples = [{"prompt": [*opening, {"role": "user", "content": text}]} for text in args.prompt]
     prompts = chat_template.encode_prompts(
         tokenizer,
-        [{"prompt": messages}],
+        examples,
         thinking=args.thinking,
         max_tokens=args.max_tokens,
         context=model.config.max_position_embeddings,
         kind="prompt",
     )
     rollout = sampler.rollout(model, prompts, params, group_size=args.num, key=args.seed)
-    for text in sampler.decode_texts(tokenizer, rollout, model.config.end_ids):
+    texts = sampler.decode_texts(tokenizer, rollout, model.config.end_ids)
+    for place, text in enumerate(texts):
+        if len(args.prompt) > 1 and place % args.num == 0:
+            print(escape_invisible(f"> {args.prompt[place // args.num]}"))
         print(escape_invisible(text))
 
 

@@ -271,3 +271,17 @@ def test_ctrl_c_ends_an_answer_and_the_chat_continues(tiny_model, tokenizer, mon
 )
 def test_flags_that_do_not_fit_a_chat_are_refused(check_refusal, flags, refused_flag):
     check_refusal(chat.main, flags.split(), refused_flag)
+
+
+def test_each_of_several_prompts_is_answered_as_if_it_were_the_only_one(capsys):
+    questions = ["What is three plus four?", "Add nine and eight."]
+    answers = []
+    for question in questions:
+        chat.main(["--model", "demo", "--prompt", question, "--temp", "0"])
+        answers.append(capsys.readouterr().out)
+
+    chat.main(["--model", "demo", "--prompt", questions[0], "--prompt", questions[1], "--temp=0"])
+    output = capsys.readouterr().out
+    assert output == "".join(
+        f"> {question}\n{answer}" for question, answer in zip(questions, answers, strict=True)
+    )

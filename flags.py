@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 import re
 import reprlib
@@ -178,7 +179,27 @@ class Parser(argparse.ArgumentParser):
                 flag = flag_of(name[2:])  # flags of TRL contain underscores
                 if flag in self._option_string_actions:
                     words[index] = flag + equals + value
-        return super().parse_known_args(words, namespace)
+        parsed = super().parse_known_args(words, namespace)
+        self._print_repeated_flags(words)
+        return parsed
+
+    def _print_repeated_flags(self, words: list[str]) -> None:
+        """Print a line for each flag that occurs with different values, as only the last counts."""
+        values_by_flag: dict[str, list[str]] = {}
+        for index, word in enumerate(words):
+            flag, equals, value = word.partition("=")
+            action = self._option_string_actions.get(flag)
+            if isinstance(action, argparse._StoreAction):
+                given = [value]
+                if not equals:
+                    given = words[index + 1 : index + 2]
+                    if action.nargs is not None:
+                        given = list(itertools.takewhile(_is_value, words[index + 1 :]))
+                values_by_flag.setdefault(flag, []).append(" ".join(given))
+        for flag, values in values_by_flag.items():
+            if len(set(values)) > 1:
+                line = f"{flag} is given {len(values)} times; only the last counts: {values[-1]}"
+                print(escape_and_redact_for_printing(line), file=sys.stderr)
 
     def error(self, message: str) -> NoReturn:
         """Print one line about a mistake in the flags, and end the process."""
@@ -201,6 +222,11 @@ class Parser(argparse.ArgumentParser):
             advice = hint_on_unknown_name(flag, valid_flags) or "--help lists the valid flags"
             sentences.append(f"{flag} is not a flag of {self.prog}; {advice}")
         return ". ".join(dict.fromkeys(sentences))
+
+
+def _is_value(word: str) -> bool:
+    """Whether a word on the command line is the value of a flag, and not a flag."""
+    return not word.startswith("--")
 
 
 def _check_nonempty_printable_text(text: str) -> str:

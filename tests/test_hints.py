@@ -390,3 +390,21 @@ def test_lora_targets_may_have_the_names_of_a_checkpoint():
     assert config.model.lora_targets == ["qkv_proj"]
     message = catch_message(checks.check_settings, {"lora_targets": 5})
     assert "--lora-targets is 5; it must be a list of strings" in message
+
+
+def test_a_flag_with_two_values_causes_a_line_that_names_the_value_in_use(capsys):
+    parser = flags.Parser("program", "A program.")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--reward", nargs="+")
+    parser.add_argument("--prompt", action="append")
+    parser.add_argument("runs", nargs="*")
+
+    words = "a b --steps 3 --steps=5 --reward x y --reward x y --prompt p --prompt q".split()
+    args = parser.parse_args(words)
+    assert args.steps == 5
+    assert args.prompt == ["p", "q"]
+    error_output = capsys.readouterr().err
+    assert error_output == "--steps is given 2 times; only the last counts: 5\n"
+
+    parser.parse_args("--reward x y --steps 3 --reward x --steps 3".split())
+    assert capsys.readouterr().err == "--reward is given 2 times; only the last counts: x\n"

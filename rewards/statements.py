@@ -234,7 +234,7 @@ _SENTENCE_END = re.compile(r"[.!?;。！？؟][*_)\]\"'”»`]*\s+")
 _LABEL_WORDS = (
     "answer antwor svar jawaban respuesta risposta resposta cevap réponse odpowiedź odpověď ответ "
     "відповідь yanıt đáp "
-    "答 正解 답 إجابة جواب תשובה उत्तर คําตอบ"
+    "答 选项 選項 正解 답 إجابة جواب תשובה उत्तर คําตอบ"
 ).split()
 _TAKING_BACK_WORDS = (
     "wait|hold on|hang on|hm|orrect|oops|scratch|strike that|sorry|apolog|second thought|let me |"

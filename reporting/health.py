@@ -109,7 +109,9 @@ def find_symptoms(
             "Read the error messages under `tool_calls` in rollouts.jsonl"
         )
 
-    if len(steps) >= 2 * FEW and not has_gained:
+    # a warm start is meant to lower the entropy
+    learns_replies = (settings or {}).get("loss_type") == "sft"
+    if len(steps) >= 2 * FEW and not has_gained and not learns_replies:
         collapse = describe_entropy_collapse(steps)
         if collapse:
             symptoms["entropy"] = collapse

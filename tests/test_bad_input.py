@@ -328,10 +328,9 @@ def test_a_reward_that_fails_later_loses_no_step_and_the_resumed_run_evaluates_a
         "    assert sum(calls) < 4\n"  # the first evaluation and two steps
         "    return [float(len(text)) for text in completions]\n"
     )
-    flags = (
-        "--steps 4 --save-every 4 --eval-every 4 --eval-limit 4 --reward-weights rubric=0".split()
-    )
-    flags = [*SMALL, *flags, "--reward", f"{file}:mine", "--run-dir", run]
+    flags = "--model demo --batch 2 --groups 2 --max-tokens 8 --steps 4 --save-every 4".split()
+    flags += "--eval-every 4 --eval-limit 4 --reward-weights rubric=0".split()
+    flags += ["--reward", f"{file}:mine", "--run-dir", run]
     check_refusal(train.main, flags, "AssertionError.*saved after step 2")
     assert checkpoint.load(run).step == 2
 

@@ -202,3 +202,8 @@ def test_a_healthy_run_has_no_warnings(tmp_path, capsys):
     train.main([*SMALL_FLAGS, *flags, str(tmp_path / "run")])
     assert "WARNING" not in capsys.readouterr().err
     assert read_log(tmp_path / "run" / "warnings.jsonl") == []
+
+
+def test_a_low_entropy_in_a_warm_start_causes_no_warning():
+    assert health.find_symptoms(LOW_ENTROPY, False, settings={"loss_type": "dapo"}) != []
+    assert health.find_symptoms(LOW_ENTROPY, False, settings={"loss_type": "sft"}) == []

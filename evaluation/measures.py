@@ -30,6 +30,7 @@ from rewards.rewards import LoggedValues
 from step.batch import completion_hidden_states, make_batches
 from step.sample import Sample, pad_rows
 from step.scoring import assign_rewards, compute_rewards, judge_samples
+from text.printable import print_once
 
 REFERENCE_TOKENS = 2048  # the number of token positions in one batch of the reference model
 
@@ -58,7 +59,15 @@ def assign_rewards_and_verify(
     if task.verifier is None:
         return samples, rewards_or_nan_if_unreadable(samples), logged
     verified, _ = compute_rewards({"correct": task.verifier}, samples)
-    return samples, verified["correct"], logged
+    values = verified["correct"]
+    is_grade = (values != 0) & (values != 1) & ~np.isnan(values)
+    if is_grade.any():
+        print_once(
+            "--verifier returned values other than 0 and 1, so eval/accuracy is the mean of its "
+            "values and not the share of right answers; return 1 for a right answer and 0 for any "
+            "other, and give graded values with --reward"
+        )
+    return samples, values, logged
 
 
 def rewards_or_nan_if_unreadable(samples: list[Sample]) -> np.ndarray:

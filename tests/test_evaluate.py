@@ -36,6 +36,7 @@ from prompts import chat_template
 from prompts.examples import pick_evenly_spaced
 from rewards import form
 from tasks import demo as sums
+from text import printable
 
 
 @pytest.fixture(scope="module")
@@ -481,3 +482,18 @@ def test_a_terminal_shows_the_record_as_json_only_with_the_flag_and_a_pipe_shows
     assert capsys.readouterr().out == "all figures as JSON: add --json\n"
     evaluate.print_json_or_hint(record, as_json=True)
     assert json.loads(capsys.readouterr().out) == record
+
+
+@pytest.mark.parametrize(("value", "is_told"), [(1.0, False), (0.25, True), (None, False)])
+def test_a_verifier_with_values_between_0_and_1_is_told_what_accuracy_means(
+    tmp_path, capsys, value, is_told
+):
+    printable.print_once.cache_clear()
+    rows = [{"prompt": f"What is one plus {word}?", "answer": word} for word in ("two", "six")]
+    data = write_log(tmp_path / "mine.jsonl", rows)
+    (tmp_path / "mine.py").write_text(
+        f"def right(completions, **_):\n    return [{value}] + [0] * (len(completions) - 1)\n"
+    )
+    flags = ["--model", "demo", "--max-tokens", "4", "--verifier", f"{tmp_path}/mine.py:right"]
+    evaluate.main([*flags, "--data", str(data)])
+    assert ("values other than 0 and 1" in capsys.readouterr().err) == is_told

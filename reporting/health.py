@@ -33,6 +33,8 @@ STILL = 10  # a warning needs this many updates in a row that change nothing
 LEAST_KL = 1e-6
 SLOWER = 3.0  # a slow step takes more than this many times the usual seconds per token
 LEAST_FALL = 0.1  # the smallest clear fall of the training loss, as a fraction of the loss
+# A smaller fall changes the probability of a token by less than 1%.
+LEAST_NATS = 0.01
 IN_A_ROW = 3  # a warning needs this many slow steps in a row
 
 
@@ -219,7 +221,7 @@ def is_training_loss_still_falling(steps: Records) -> bool:
     Whether the loss still fell clearly from the third to the fourth quarter of the steps.
 
     The fall is that of a straight line through the losses of both quarters. It must be at least
-    `LEAST_FALL` of the third quarter's mean, and at least twice its standard error.
+    `LEAST_FALL` of the third quarter's mean, `LEAST_NATS`, and twice its standard error.
     """
     losses = measured_values(steps, "loss")
     size = len(losses) // 4
@@ -239,7 +241,8 @@ def is_training_loss_still_falling(steps: Records) -> bool:
         residual_variance = sum(residual**2 for residual in residuals) / (2 * size - 2)
         spread = sum((place - statistics.fmean(places)) ** 2 for place in places)
         standard_error = size * math.sqrt(residual_variance / spread)
-    return fall >= max(LEAST_FALL * statistics.fmean(second_half[:size]), 2 * standard_error, 1e-9)
+    third_quarter = statistics.fmean(second_half[:size])
+    return fall >= max(LEAST_FALL * third_quarter, LEAST_NATS, 2 * standard_error)
 
 
 def mean_completion_fraction_by_control_token(records: Records) -> dict[str, float]:

@@ -660,6 +660,7 @@ def add_noise(values):
         ([1.26, 0.5, 0.3, 0.26, 0.27, 0.26], False),
         ([1.6, 1.3, 1.0, 0.85, 0.78, 0.65, 0.6, 0.52], True),
         ([1.6, 1.3, 1.0, 0.85, 0.5, 0.7, 0.45, 0.68], False),
+        ([1.6, 1.3, 0.1, 0.01, 0.005, 0.004, 0.003, 0.002], False),
         (add_noise(2 - n / 40 for n in range(40)), True),
         (add_noise(0.5 for _ in range(40)), False),
         ([2.0, 1.0, 0.5], False),  # three steps are too few to see a trend
@@ -670,6 +671,7 @@ def add_noise(values):
         "flat",
         "steady fall in 8 steps",
         "noise in 8 steps",
+        "learned by heart",
         "falling amid noise",
         "noise",
         "three steps",

@@ -40,7 +40,7 @@ from forecast.trial import audit_reward_functions, try_first_steps
 from machine.output import guard_output
 from prompts.files import refuse_missing_file
 from rewards import audit
-from rewards.functions import load_function
+from rewards.functions import load_function, only_place_that_has_functions
 from settings.sources import parse_flags, resolve_settings, settings_from_flags
 from step.effects import describe_loss_settings_without_effect
 from step.objectives import load_and_try_custom_objective
@@ -126,8 +126,12 @@ def load_functions_of_user(config: Config) -> None:
     """
     Load the rewards, the verifier, the tools and the environments that the settings name.
 
+    Functions that exist only in the program that started a run are not loaded.
+
     Raises ValueError, as `train.py` would, if one of them cannot be loaded.
     """
+    if only_place_that_has_functions(config.to_flags()):
+        return
     for spec in filter(is_user_function, config.data.reward):
         load_function("--reward", spec)
     if is_user_function(config.data.verifier):

@@ -55,6 +55,8 @@ def read_records(spec: str, notes: list[str] | None = None) -> Records:
 
 def refuse_missing_file(spec: str) -> None:
     """Raises ValueError if a name in `spec` has the suffix of a data file but names no file."""
+    if os.path.exists(spec):  # the name of a file may contain a comma
+        return
     for name in spec.split(","):
         if Path(name).suffix.lower() in _READERS and not os.path.exists(name):
             raise ValueError(f"--data {name}: there is no such file")

@@ -675,3 +675,12 @@ def test_preflight_refuses_files_that_do_not_exist(capsys, flag, value, expected
         flags[3] = "env"
     assert exit_status(preflight.main, flags) == 2
     assert expected_text in capsys.readouterr().err
+
+
+def test_preflight_estimates_a_run_whose_reward_exists_only_in_its_program(tmp_path, capsys):
+    data = tmp_path / "mine, new.jsonl"
+    data.write_text('{"prompt": "What is one plus two?", "answer": "3"}\n')
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(f"model: demo\ntask: own\ndata: {data}\nreward: ['__main__:short']\n")
+    preflight.main(["--config", str(recipe)])
+    assert "memory:" in capsys.readouterr().out

@@ -49,6 +49,10 @@ REPLIES_TOO_FAR = (
     "Try fewer --steps, a quarter of the current --learning-rate, or replies like the answers that "
     "the verifier accepts. Earlier states of the model are in checkpoints/"
 )
+GREEDY_WERE_BETTER = (
+    "Greedy answers (--temp 0) were significantly better {when}, so training longer would probably "
+    "not help. If you need greedy answers, try a quarter of the current --learning-rate"
+)
 
 
 def is_supervised(settings: Mapping[str, Any]) -> bool:
@@ -62,14 +66,29 @@ def suggest_next_step(
     lone_reward_change: str,
     reward_fix: str,
     is_still_improving: bool,
+    better_greedy_step: int | None,
 ) -> str:
     """
     Returns advice on what to do after a run.
 
     If most answers are cut off, the advice says so first, because cut-off answers also explain why
-    the model did not improve. `advise_on_change` explains the arguments.
+    the model did not improve. `advise_on_change` explains the other arguments.
+
+    better_greedy_step: the step after which greedy answers were significantly better than at the
+    end of the run, or None.
     """
-    advice = advise_on_change(run, change, lone_reward_change, reward_fix, is_still_improving)
+    greedy_were_better = better_greedy_step is not None
+    advice = advise_on_change(
+        run,
+        change,
+        lone_reward_change,
+        reward_fix,
+        is_still_improving,
+        advises_longer_training=not greedy_were_better,
+    )
+    if greedy_were_better and (change is None or change.outcome != WORSE):
+        when = f"after step {better_greedy_step}" if better_greedy_step else "before training"
+        advice = f"{GREEDY_WERE_BETTER.format(when=when)}. {advice}"
     cut_off = health.advise_on_cut_off_answers(run.steps, run.evals, run.settings)
     if not cut_off:
         return advice
@@ -84,6 +103,8 @@ def advise_on_change(
     lone_reward_change: str,
     reward_fix: str,
     is_still_improving: bool,
+    *,
+    advises_longer_training: bool = True,
 ) -> str:
     """
     Returns advice based on the measured change of the held-out figure.
@@ -92,6 +113,7 @@ def advise_on_change(
     otherwise "".
     reward_fix: the advice of `advise_on_gamed_reward` if the model may game the reward, else "".
     is_still_improving: whether the held-out figure improved in the second half of the run.
+    advises_longer_training: whether the advice may be to train longer.
     """
     last = run.evals[-1]
     if change is None:
@@ -114,21 +136,25 @@ def advise_on_change(
             return cause
 
     if change.outcome == FEW:
-        return advise_on_few_problems(run, change, lone_reward_change, reward_fix)
+        return advise_on_few_problems(
+            run, change, lone_reward_change, reward_fix, advises_longer_training
+        )
     if change.outcome == WORSE:
         return REPLIES_TOO_FAR if is_supervised(run.settings) else TOO_FAR
-    if change.outcome == SAME and is_supervised(run.settings):
-        return "Try more --steps, or replies that show how to reach the right answer"
     if change.outcome == SAME:
+        more_steps = "more --steps, " if advises_longer_training else ""
+        if is_supervised(run.settings):
+            replies = "replies that show how to reach the right answer"
+            return f"Try {more_steps}or {replies}" if more_steps else f"Try {replies}"
         return (
-            "Try more --steps, problems that the model solves only sometimes, or a reward that "
+            f"Try {more_steps}problems that the model solves only sometimes, or a reward that "
             "distinguishes better answers from worse ones"
         )
     if reward_fix:
         return reward_fix
     if is_every_answer_right(run):
         return f"{ALL_RIGHT}. {advise_on_using_the_model(run)}"
-    if is_still_improving:
+    if is_still_improving and advises_longer_training:
         direction = "falling" if run.figure_name == "loss" else "rising"
         command = command_to_double_steps(run)
         return f"Train longer, because the {run.figure_name} was still {direction}: {command}"
@@ -137,6 +163,7 @@ def advise_on_change(
     needs_training_loss = len(run.evals) == 2 or run.figure_name != "loss"
     if (
         is_supervised(run.settings)
+        and advises_longer_training
         and needs_training_loss
         and health.is_training_loss_still_falling(run.steps)
     ):
@@ -173,7 +200,11 @@ def explain_lack_of_change(run: History) -> str:
 
 
 def advise_on_few_problems(
-    run: History, change: MeanChange, lone_reward_change: str, reward_fix: str
+    run: History,
+    change: MeanChange,
+    lone_reward_change: str,
+    reward_fix: str,
+    advises_longer_training: bool,
 ) -> str:
     """Returns advice for a change that was measured on too few problems to be conclusive."""
     hold_out_more = advice_on_holding_out_more(run.evals[-1]["eval/num"], run.settings)
@@ -194,7 +225,7 @@ def advise_on_few_problems(
         first = TOO_FAR
     if first:
         return f"{first}. {advice}"
-    if change.mean > 0 and not is_every_answer_right(run):
+    if advises_longer_training and change.mean > 0 and not is_every_answer_right(run):
         advice += f"; or train longer to enlarge the change: {command_to_double_steps(run)}"
     return advice
 

@@ -168,6 +168,31 @@ def held_out_gain(run: History, first: dict[str, Any], last: dict[str, Any]) -> 
     return paired_difference(before, after)  # a run's evaluations sample each problem once
 
 
+def greedy_gain(run: History, first: dict[str, Any], last: dict[str, Any]) -> MeanChange | None:
+    """
+    Returns how much a run's greedy answers improved from one evaluation to a later one.
+
+    Returns None if the evaluations share fewer than two problems with a readable greedy value.
+    """
+    before = greedy_value_by_problem(run.answers_by_step.get(first["step"], {}))
+    after = greedy_value_by_problem(run.answers_by_step.get(last["step"], {}))
+    return paired_difference(before, after)
+
+
+def evaluation_with_better_greedy_answers(run: History) -> dict[str, Any] | None:
+    """
+    Returns an evaluation whose greedy answers are significantly better than those of the last one.
+
+    If there are several, returns the earliest one that no later evaluation beats significantly.
+    Returns None if there is no such evaluation.
+    """
+    best = run.evals[0]
+    for evaluation in run.evals[1:]:
+        if is_significantly_better(greedy_gain(run, best, evaluation)):
+            best = evaluation
+    return best if is_significantly_better(greedy_gain(run, run.evals[-1], best)) else None
+
+
 def earliest_unbeaten_evaluation(run: History) -> dict[str, Any] | None:
     """
     Returns the earliest evaluation that no later evaluation beats significantly.

@@ -25,7 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 from config import Config
-from disk import run_changes
+from disk import run_changes, run_files
 from disk.run_files import JsonLinesLog, replace_nonfinite_by_none
 from disk.statistics import mean_ignoring_nan
 from judging.grader import Grader, Judgement
@@ -686,6 +686,8 @@ class Journal:
             print_line(f"adapter: {self.dir / 'adapter'}")
         else:
             print_line(self._describe_adapter_to_use(self.best_step))
+        if self.verdict and self.verdict.better_greedy_step is not None:
+            print_line(self._describe_better_greedy_answers(self.verdict.better_greedy_step))
         page = self.dir / "report.html"
         if page.is_file():
             print_line(f"page: {page}")
@@ -698,15 +700,33 @@ class Journal:
         if best_step == self.evaluations[-1]["step"]:
             return f"use: {newest}; adapter-best is the same adapter"
 
+        has_initial_adapter = bool(self.config.model.init_adapter)
+        before_training = (
+            "the initial adapter" if has_initial_adapter else "the model before training"
+        )
         best = self.dir / "adapter-best"
         warning = self.verdict.warning if self.verdict else None
         if warning and warning.name == "worse":
             line = f"use: {best}, after step {best_step}"
             if not best_step:
-                line = f"use: the model before training, which is also {best}"
+                line = f"use: {before_training}, which is also {best}"
             return f"{line}; the newest adapter is significantly worse"
-        when = f"is from step {best_step}" if best_step else "is the model before training"
+        when = f"is from step {best_step}" if best_step else f"is {before_training}"
         return f"use: {newest}; adapter-best {when}, which no later evaluation beats significantly"
+
+    def _describe_better_greedy_answers(self, step: int) -> str:
+        """
+        Returns a line that greedy answers were better after an earlier step.
+
+        The line says how to chat with the model of that step, if it is still saved.
+        """
+        when = f"after step {step}" if step else "before training"
+        line = f"  greedy answers (--temp 0) were significantly better {when}"
+        if step == 0 or step in run_files.list_saved_steps(str(self.dir)):
+            return f"{line}; evaluate.py and chat.py use that model with --step {step}"
+        if step == self.best_step:
+            return f"{line}; that model is {self.dir / 'adapter-best'}"
+        return f"{line}; that model is no longer saved"
 
 
 def warning_of_measure_change(change: dict[str, Any]) -> health.RunWarning:

@@ -38,7 +38,9 @@ from reporting.difference import (
     WORSE,
     MeanChange,
     earliest_unbeaten_evaluation,
+    evaluation_with_better_greedy_answers,
     first_sample_reward_by_problem,
+    greedy_gain,
     greedy_value_by_problem,
     held_out_gain,
     is_significantly_better,
@@ -69,6 +71,10 @@ class Verdict(NamedTuple):
     drawn: list[RandomlyDrawnAnswer]  # the answers to at most ten randomly drawn problems
     is_doubtful: bool  # whether the model may have gamed the reward
     warning: health.RunWarning | None  # None if there is nothing to warn about
+
+    # the step after which greedy answers were significantly better than after the last step; None
+    # if there is no such step
+    better_greedy_step: int | None
 
 
 def sample_problems_to_show(problems: list[int], settings: dict[str, Any]) -> list[int]:
@@ -150,8 +156,15 @@ def reach_verdict_on_held_out_change(run: History) -> Verdict | None:
 
     middle = run.evals[len(run.evals) // 2]
     is_still_improving = best is last and is_significantly_better(held_out_gain(run, middle, last))
+    better_greedy = evaluation_with_better_greedy_answers(run)
+    better_greedy_step = better_greedy["step"] if better_greedy else None
     next_step = advice.suggest_next_step(
-        run, change, lone_reward_change, reward_fix if signs.is_doubtful else "", is_still_improving
+        run,
+        change,
+        lone_reward_change,
+        reward_fix if signs.is_doubtful else "",
+        is_still_improving,
+        better_greedy_step,
     )
     return Verdict(
         outcome=outcome,
@@ -163,6 +176,7 @@ def reach_verdict_on_held_out_change(run: History) -> Verdict | None:
         drawn=pick_random_last_answers(run, shared),
         is_doubtful=signs.is_doubtful,
         warning=warning,
+        better_greedy_step=better_greedy_step,
     )
 
 
@@ -361,12 +375,10 @@ def describe_figures(
     if run.figure_name == "loss":
         text = "; ".join([text, *warnings_of_few_held_out(change.num, run.settings)])
 
-    before = greedy_value_by_problem(first_answers)
-    after = greedy_value_by_problem(last_answers)
-    greedy_change = paired_difference(before, after)
+    greedy_change = greedy_gain(run, first, last)
     if greedy_change:
-        old = statistics.fmean(before.values())
-        new = statistics.fmean(after.values())
+        old = statistics.fmean(greedy_value_by_problem(first_answers).values())
+        new = statistics.fmean(greedy_value_by_problem(last_answers).values())
         text += f"; greedy answers {old:.3f} -> {new:.3f}, {greedy_change.outcome}"
     has_other_loss = run.figure_name != "loss" and "eval/loss" in first and "eval/loss" in last
     if has_other_loss:

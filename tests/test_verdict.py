@@ -807,14 +807,14 @@ def test_a_model_counts_as_hardly_changed_only_after_the_usual_warm_up_steps():
     run_of_9_steps = make_history([last | {"step": 9}])
     run_of_10_steps = make_history([last | {"step": 10}])
 
-    text = advice.suggest_next_step(run_of_9_steps, change, "", "", False)
+    text = advice.suggest_next_step(run_of_9_steps, change, "", "", False, None)
     assert text.endswith("--steps 18")
 
-    text = advice.suggest_next_step(run_of_10_steps, change, "", "", False)
+    text = advice.suggest_next_step(run_of_10_steps, change, "", "", False, None)
     assert "hardly changed" in text
     assert "ten times" in text
 
-    text = advice.suggest_next_step(run_of_9_steps, change, "", "Read the answers", False)
+    text = advice.suggest_next_step(run_of_9_steps, change, "", "Read the answers", False, None)
     assert text.startswith("Read the answers. About ")
 
 
@@ -849,6 +849,65 @@ def test_a_run_warns_when_the_accuracy_falls_and_remembers_the_best_step(tmp_pat
     assert resumed_log.warnings.read() == []
 
 
+@pytest.mark.parametrize("better_step", [0, 10])
+def test_a_run_whose_greedy_answers_got_worse_names_the_better_step(tmp_path, capsys, better_step):
+    log = journal.Journal(
+        Config.from_flags(model="demo", task="demo"), tmp_path, 0, keep_scores=False
+    )
+    for step in (0, 10, 20):
+        # sampled answers get better, but too few problems are held out to be sure of that
+        num_right = 15 + step // 10
+        num_greedy_right = 38 if step == better_step else 20
+        answers = [
+            {
+                "prompt": "?",
+                "completions": ["It is."],
+                "rewards": {},
+                "problem": problem,
+                "values": [float(problem < num_right)],
+                "greedy": "It is.",
+                "greedy_value": float(problem < num_greedy_right),
+            }
+            for problem in range(40)
+        ]
+        figures = {
+            "eval/accuracy": num_right / 40,
+            "eval/greedy": num_greedy_right / 40,
+            "eval/num": 40,
+        }
+        log.record_evaluation_and_update_best(step, figures, answers)
+
+    assert log.verdict.better_greedy_step == better_step
+    assert "train longer" not in log.verdict.advice
+    when = f"after step {better_step}" if better_step else "before training"
+    assert f"Greedy answers (--temp 0) were significantly better {when}" in log.verdict.advice
+
+    log.print_summary()
+    line = f"  greedy answers (--temp 0) were significantly better {when}; "
+    line += (
+        "evaluate.py and chat.py use that model with --step 0"
+        if not better_step
+        else ("that model is no longer saved")
+    )
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_a_run_whose_greedy_answers_did_not_get_worse_says_nothing_of_them():
+    rng = random.Random(0)
+    evals, answers = [], {}
+    for step in (0, 10):
+        evals.append({"step": step, "eval/accuracy": 0.5, "eval/num": 40})
+        answers[step] = {
+            problem: {"rewards": {}, "prompt": "?", "completions": [""], "values": [0.5]}
+            | {"greedy": "", "greedy_value": float(rng.random() < 0.5)}
+            for problem in range(40)
+        }
+    run = make_history(evals, answers)
+    result = verdict.reach_verdict_on_held_out_change(run)
+    assert result.better_greedy_step is None
+    assert "Greedy" not in result.advice
+
+
 def test_a_run_with_few_held_out_problems_warns_and_names_the_flag_that_helps():
     (line,) = held_out.warnings_of_few_held_out(8, {"eval_limit": 8})
     assert re.search(r"\b8\b.*\b57%.*--eval-limit", line)
@@ -867,4 +926,4 @@ def test_a_run_with_few_held_out_problems_warns_and_names_the_flag_that_helps():
     assert "--eval-every 0" in line
 
     run = make_history([{"step": 9, "eval/num": 1}], loss_type="sft", eval_limit=1)
-    assert "--eval-limit" in advice.suggest_next_step(run, None, "", "", False)
+    assert "--eval-limit" in advice.suggest_next_step(run, None, "", "", False, None)

@@ -299,6 +299,7 @@ class TrialFigures(NamedTuple):
     deviation: float  # the standard deviation of the rewards within a group
     lowest: float  # the lowest reward
     highest: float  # the highest reward
+    rewarded_most: float  # the fraction of the answers with the highest reward
     middle: float  # the mean reward on a scale from 0 (the lowest reward) to 1 (the highest)
     step_seconds: list[float]
     peak_gigabytes: float
@@ -332,6 +333,7 @@ class TrialFigures(NamedTuple):
             deviation=mean_metric_with_missing_as_0(steps, "reward/std"),
             lowest=lowest,
             highest=highest,
+            rewarded_most=rewards.count(highest) / len(rewards),
             middle=middle,
             # the first step is left out, because it takes longer
             step_seconds=[step["step/s"] for step in steps[1:] or steps],
@@ -489,8 +491,8 @@ def format_trial_figures(
         yield f"right answers: {num_right} of {len(verified)}"
     reward_range = format_range([f"{figures.lowest:.3g}", f"{figures.highest:.3g}"])
     yield (
-        f"rewards {reward_range}; the mean reward is {figures.mean_reward:.3g}, and training tries "
-        "to raise it"
+        f"rewards {reward_range}; {figures.rewarded_most:.0%} of the answers got the highest, and "
+        f"the mean reward is {figures.mean_reward:.3g}, which training tries to raise"
     )
     yield (
         f"the standard deviation of rewards within a group is {figures.deviation:.3g}; if it is 0, "
@@ -554,7 +556,8 @@ def suggest_changes(
             warm_start = ""
         changes.insert(
             0,
-            f"ask for shorter answers, {warm_start}or raise --max-tokens above "
+            f"{figures.truncated:.0%} of the answers are cut off, which may cause other problems "
+            f"too: ask for shorter answers, {warm_start}or raise --max-tokens above "
             f"{config.sampling.max_tokens}",
         )
     return changes

@@ -50,8 +50,9 @@ REPLIES_TOO_FAR = (
     "the verifier accepts. Earlier states of the model are in checkpoints/"
 )
 GREEDY_WERE_BETTER = (
-    "Greedy answers (--temp 0) were significantly better {when}, so training longer would probably "
-    "not help. If you need greedy answers, try a quarter of the current --learning-rate"
+    "Greedy answers (--temp 0) were significantly better {when}. Read them in eval_answers.jsonl. "
+    "If they now earn a part of the reward in an easier way, change the reward. Otherwise, try a "
+    "quarter of the current --learning-rate"
 )
 
 

@@ -93,10 +93,13 @@ def with_verifier(task: Task, spec: str, has_reward: bool) -> Task:
 
     if has_reward and not spec and name == "exact":
         assert verifier is not None
+        # `exact` as the verifier would count nearly all answers as wrong if most answers are prose
+        fits_most_rows = 2 * len(list(filter(has_comparable_answer, rows))) >= len(rows)
+        choices = "--verifier exact or --verifier FILE.py:function"
         notes.append(
             "the comparison is only a metric, because you have a reward of your own; "
-            "to use the comparison as the accuracy, add --verifier exact or "
-            "--verifier FILE.py:function"
+            "to have an accuracy, add "
+            f"{choices if fits_most_rows else '--verifier FILE.py:function'}"
         )
         task = task._replace(rewards={"exact": verifier}, reward_weights={"exact": 0.0})
     elif verifier is not None:

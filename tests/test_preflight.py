@@ -271,7 +271,8 @@ def make_answers(rewards, completion="A.", prompt="?"):
             {"completion/truncated_frac": 0.6},
             HALF,
             {},
-            "change: ask for shorter answers, use a warm start (docs/",
+            "change: 60% of the answers are cut off, which may cause other problems too: ask for "
+            "shorter answers, use a warm start (docs/",
         ),
         (
             {"sampling/signal_groups": 0},
@@ -290,7 +291,8 @@ def make_answers(rewards, completion="A.", prompt="?"):
             {"sampling/signal_groups": 0, "completion/truncated_frac": 0.6},
             [0.0] * 9 + [1.0],
             {"max_tokens": 8},
-            "change: ask for shorter answers, or raise --max-tokens above 8; "
+            "change: 60% of the answers are cut off, which may cause other problems too: ask for "
+            "shorter answers, or raise --max-tokens above 8; "
             "nearly all answers fail: use a warm start (docs/warm-start.md), use easier prompts, "
             "or more --groups",
         ),
@@ -429,7 +431,9 @@ def test_a_trial_counts_right_answers_and_says_if_there_are_none(
         assert advice.endswith(expected_text)
     assert lines[-4].startswith("1 step, ")
     assert lines[-3] == f"right answers: {sum(correctness):.0f} of {len(correctness)}"
+    share = "50%" if rewards == HALF else "100%"
     assert "rewards 0" in lines[-2]
+    assert f"{share} of the answers got the highest" in lines[-2]
     # The two ends of a range print as one number if they look the same.
     assert pace == "2.0 s per step, 3 min for 90 steps without evaluations, 1.50 GB of memory"
 
@@ -525,7 +529,8 @@ def test_a_trial_takes_steps_of_the_trainer_and_leaves_no_files(tmp_path, monkey
         "or raise --max-tokens above 3",
     ):
         assert text in output
-    assert output.splitlines()[-1].startswith("change: ask")
+    assert output.splitlines()[-1].startswith("change: ")
+    assert "of the answers are cut off" in output.splitlines()[-1]
     assert not list(tmp_path.iterdir())
 
 

@@ -245,6 +245,20 @@ def prompt_user_for_lines() -> Iterator[str]:
         yield line
 
 
+def yield_separate_messages(messages: list[str]) -> Iterator[str]:
+    """
+    Yields each message, and "" between two messages, which begins a new conversation.
+
+    If there are several messages, each of them is printed before it is answered.
+    """
+    for number, message in enumerate(messages):
+        if number > 0:
+            yield ""
+        if len(messages) > 1:
+            print(escape_invisible(f"> {message}"))
+        yield message
+
+
 def run_chat(models_by_label: dict[str, ChatModel], lines: Iterable[str]) -> None:
     """Lets every model answer each line. Ctrl-C ends an answer after the current token."""
     pressed: list[int] = []
@@ -319,7 +333,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="with --chat: also answer with the model before training",
+        help="with --chat or --prompt: also answer with the model before training",
     )
     parser.add_argument(
         "--system", help="the system prompt (default with --run: the one used in training)"
@@ -376,7 +390,7 @@ def chat_play_or_complete(args: argparse.Namespace) -> None:
         line = f"run: {args.run}, {run_files.describe_adapter_at_step(args.step)}; model: {name}"
     print_wrapped(escape_invisible(f"{line}{note_on_before}{note}"), sys.stderr)
 
-    if args.chat:
+    if args.chat or args.compare:
         side = ChatModel(
             model=model,
             tokenizer=tokenizer,
@@ -392,7 +406,8 @@ def chat_play_or_complete(args: argparse.Namespace) -> None:
             base = model if is_separate else gwen.load(name, end_tokens=args.end_tokens)[0]
             before = dataclasses.replace(side, model=base, is_before=is_separate)
             sides = {"before": before, "after": side}
-        run_chat(sides, prompt_user_for_lines())
+        lines = prompt_user_for_lines() if args.chat else yield_separate_messages(args.prompt)
+        run_chat(sides, lines)
     elif toolbox:
         problems = repeat_prompt_or_pick_held_out(args, config, opening)
         play_and_print_episodes(model, toolbox, problems, params, args)
@@ -413,11 +428,13 @@ def refuse_invalid_flags(args: argparse.Namespace, adapter: str | None) -> None:
             "--chat reads your messages line by line, and gives one answer to each; "
             "leave out --prompt and --num"
         )
-    if args.compare and not (args.chat and adapter):
+    if args.compare and not ((args.chat or args.prompt) and adapter):
         raise ValueError(
-            "--compare shows the answers of a model before and after training; add --chat, and "
-            "name the trained model with --run or --adapter"
+            "--compare shows the answers of a model before and after training; add --prompt or "
+            "--chat, and name the trained model with --run or --adapter"
         )
+    if args.compare and args.num > 1:
+        raise ValueError("--compare shows one answer of each model; leave out --num")
     if args.system and not (args.prompt or args.chat):
         raise ValueError("--system needs a message from the user; add --prompt or --chat")
 
@@ -537,10 +554,11 @@ def load_config_and_toolbox(
         )
     if toolbox and args.stop:
         raise ValueError("--stop cannot be used with tools; leave it out")
-    if toolbox and toolbox.environments and args.chat:
+    if toolbox and toolbox.environments and (args.chat or args.compare):
+        flag = "--chat" if args.chat else "--compare"
         raise ValueError(
-            "--chat cannot be used with an environment, because the environment answers the model "
-            "in your place; leave out --chat"
+            f"{flag} cannot be used with an environment, because the environment answers the model "
+            f"in your place; leave out {flag}"
         )
     return config, toolbox
 

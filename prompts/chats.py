@@ -15,6 +15,7 @@ from prompts import chat_template
 from prompts.data import (
     check_system_and_category,
     copy_without_null_template_variables,
+    read_answer,
     read_prompt_example,
 )
 from prompts.examples import Example, shorten_value
@@ -163,8 +164,15 @@ def _read_prompt_or_completion(
     """
     The messages in the column `prompt` or `completion`.
 
-    default_role: the role of the single message if the column is a string.
+    A completion that is a number or an object becomes text, in the same way as an answer. A message
+    by itself is read like a list of one message.
+
+    default_role: the role of the single message if the column is text.
     """
+    if looks_like_conversation([content]):
+        content = [content]
+    if column == "completion" and isinstance(content, (int, float, dict)):
+        content = read_answer(content)
     if isinstance(content, str):
         content = [{"role": default_role, "content": content}]
     if not isinstance(content, list):

@@ -196,6 +196,25 @@ def test_compare_prints_the_answers_before_and_after_training(chat_with_lines, t
     assert compared_answers[1::2] == [f"[after] {answer}" for answer in answers_after]
 
 
+def test_compare_answers_each_prompt_in_a_conversation_of_its_own(tmp_path, capsys):
+    model, _ = gwen.load("demo")
+    lora.apply(model, 4, 2.0)
+    lora.save_adapter_or_full_weights(model, tmp_path, "demo")
+    questions = [QUESTION, "What is two plus three?"]
+    expected_lines = []
+    for question in questions:
+        chat.main(["--model", "demo", "--prompt", question, "--temp", "0"])
+        answer = capsys.readouterr().out.removesuffix("\n")
+        # The new adapter changes nothing, so both models give the same answer.
+        expected_lines += [f"> {question}", f"[before] {answer}", f"[after] {answer}"]
+
+    flags = ["--adapter", str(tmp_path), "--compare", "--temp", "0"]
+    chat.main([*flags, "--prompt", questions[0], "--prompt", questions[1]])
+    assert capsys.readouterr().out.splitlines() == expected_lines
+    chat.main([*flags, "--prompt", questions[0]])
+    assert capsys.readouterr().out.splitlines() == expected_lines[1:3]
+
+
 GUESS = """def guess(number: int) -> str:
     \"\"\"
     Guesses.
@@ -265,6 +284,7 @@ def test_ctrl_c_ends_an_answer_and_the_chat_continues(tiny_model, tokenizer, mon
     [
         ("--chat --prompt Hi", "--prompt"),
         ("--compare --prompt Hi", "--compare"),
+        ("--compare --adapter runs/a", "--compare"),
         ("--chat --task guess", "--chat"),
         ("--chat --model demo --tool-timeout 3", "--tool-timeout 3"),
     ],

@@ -168,6 +168,22 @@ def test_a_conversation_that_does_not_say_what_to_train_is_refused(
     assert expected_text in catch_message(encode_record, tokenizer, record)
 
 
+@pytest.mark.parametrize(
+    ("completion", "expected_text"),
+    [
+        ({"item": "caf\u00e9", "count": 5}, '{"item": "caf\u00e9", "count": 5}'),
+        (42, "42"),
+        ({"role": "assistant", "content": "Two."}, "Two."),
+    ],
+    ids=["object", "number", "message"],
+)
+def test_a_completion_that_is_an_object_or_a_number_is_read_as_an_answer_is(
+    completion, expected_text
+):
+    conversation = chats.read_conversation_example({"prompt": "Hi", "completion": completion})
+    assert conversation["completion"] == [{"role": "assistant", "content": expected_text}]
+
+
 def test_a_template_that_drops_a_part_of_a_reply_or_renders_its_past_in_two_ways_is_refused(
     tokenizer,
 ):

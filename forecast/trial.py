@@ -490,9 +490,12 @@ def format_trial_figures(
         num_right = sum(value >= 1 for value in verified)
         yield f"right answers: {num_right} of {len(verified)}"
     reward_range = format_range([f"{figures.lowest:.3g}", f"{figures.highest:.3g}"])
+    share_of_highest = ""
+    if figures.highest > figures.lowest:
+        share_of_highest = f"{figures.rewarded_most:.0%} of the answers got the highest, and "
     yield (
-        f"rewards {reward_range}; {figures.rewarded_most:.0%} of the answers got the highest, and "
-        f"the mean reward is {figures.mean_reward:.3g}, which training tries to raise"
+        f"rewards {reward_range}; {share_of_highest}the mean reward is {figures.mean_reward:.3g}, "
+        "which training tries to raise"
     )
     yield (
         f"the standard deviation of rewards within a group is {figures.deviation:.3g}; if it is 0, "

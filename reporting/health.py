@@ -20,6 +20,9 @@ TRUNCATED = "completion/truncated_frac"
 EVAL_TRUNCATED = "eval/truncated_frac"
 CONTROL = "completion/control_frac/"  # the prefix of the metrics about control tokens
 CALLS_OF_TOOL = "tools/calls/"  # the prefix of the metrics with the number of calls of each tool
+LOW_CUT_OFF = (
+    0.25  # if at most this fraction was cut off at the start, training raised the fraction
+)
 FEW = 5  # the number of steps to average, so that a single odd step does not cause a warning
 # the largest normal fraction of tokens for which the trainer's probability is over 3 times as high
 # as the sampler's
@@ -169,7 +172,7 @@ def advise_on_cut_off_answers(
 
     first = measured_values(steps[:1], TRUNCATED)
     first += measured_values(evaluations[:1], EVAL_TRUNCATED)
-    was_low = bool(first) and max(first) <= eval_record.MAX_CUT_OFF
+    was_low = bool(first) and max(first) <= LOW_CUT_OFF
     if newest > eval_record.MAX_CUT_OFF and was_low:
         limit = eval_record.flags_limiting_answer_length(settings)
         if settings.get("loss_type") == "sft":

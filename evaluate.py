@@ -428,6 +428,7 @@ def write_answers(path: Path, answers: list[dict[str, Any]]) -> None:
     lines = [json.dumps(answer, default=str) + "\n" for answer in answers]
     with add_path_to_os_errors(f"--out {path}"):
         path.write_text("".join(lines), encoding="utf-8")
+    print_to_stderr(f"wrote the answers to {len(answers)} problems: {path}")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class ModelSettings:
 
     name: str = setting(
         "",
-        "the model to train: a hub id, a directory, a GGUF file, `smollm2`, `demo`, `demo:rg` or "
+        "the model: a hub id, a directory, a GGUF file, `smollm2`, `demo`, `demo:rg` or "
         "`demo:tools`; the default is the model in the recipe or else, on a GPU, Qwen/Qwen3-0.6B, "
         "and without a GPU, `demo`",
         key="model",

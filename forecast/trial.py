@@ -269,14 +269,15 @@ def find_held_out_warnings(
     config: Config, task: tasks.Task, steps: list[dict[str, Any]], answers: list[dict[str, Any]]
 ) -> Iterator[str]:
     """Yield warnings if the held-out problems are too few or the model was trained on them."""
-    # the standard deviation of rewards within a group, as a fraction of the range of rewards
+    # The standard deviation of rewards within a group, as a fraction of the range of rewards. If
+    # nearly all answers get the same reward, training will make rewards more different than they
+    # are now, so the deviation counts as unknown (0).
     deviation = 0.0
     if task.metric == "score":
         rewards = readable_rewards_or_one_zero(answers)
-        reward_range = max(rewards) - min(rewards)
-        within_group = mean_metric_with_missing_as_0(steps, "reward/std")
-        if within_group and reward_range:
-            deviation = within_group / reward_range
+        if FEW_RIGHT <= mean_between_extremes(rewards) <= MANY_RIGHT:
+            within_group = mean_metric_with_missing_as_0(steps, "reward/std")
+            deviation = within_group / (max(rewards) - min(rewards))
     held_out = pick_evenly_spaced(task.held_out, config.evaluation.limit)
     yield from warnings_of_few_held_out(len(held_out), config.to_flags(), deviation)
     yield from tasks.warm_start_contamination_warnings(config, task.train, held_out)
@@ -317,11 +318,7 @@ class TrialFigures(NamedTuple):
         num_groups = config.sampling.batch * len(steps)
         num_signals = sum(step["sampling/signal_groups"] or 0 for step in steps)
         rewards = readable_rewards_or_one_zero(answers)
-        lowest = min(rewards)
         highest = max(rewards)
-        middle = 0.0
-        if highest > lowest:
-            middle = (sum(rewards) / len(rewards) - lowest) / (highest - lowest)
         return cls(
             num_groups=num_groups,
             signals=num_signals / num_groups,
@@ -331,10 +328,10 @@ class TrialFigures(NamedTuple):
             unparsed=mean_metric_with_missing_as_0(steps, "judge/unparsed_frac"),
             mean_reward=mean_metric_with_missing_as_0(steps, "reward/mean"),
             deviation=mean_metric_with_missing_as_0(steps, "reward/std"),
-            lowest=lowest,
+            lowest=min(rewards),
             highest=highest,
             rewarded_most=rewards.count(highest) / len(rewards),
-            middle=middle,
+            middle=mean_between_extremes(rewards),
             # the first step is left out, because it takes longer
             step_seconds=[step["step/s"] for step in steps[1:] or steps],
             peak_gigabytes=max(step["mem/peak_gb"] for step in steps),
@@ -358,6 +355,17 @@ class TrialFigures(NamedTuple):
 def readable_rewards_or_one_zero(answers: list[dict[str, Any]]) -> list[float]:
     """List the rewards that are not None. Returns [0.0] if no answer has such a reward."""
     return [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
+
+
+def mean_between_extremes(rewards: list[float]) -> float:
+    """
+    The mean reward on a scale from 0 (the lowest reward) to 1 (the highest).
+
+    Returns 0 if all rewards are equal.
+    """
+    lowest = min(rewards)
+    reward_range = max(rewards) - lowest
+    return (sum(rewards) / len(rewards) - lowest) / reward_range if reward_range else 0.0
 
 
 def rewarded_and_degenerate_fraction(answers: list[dict[str, Any]]) -> float:

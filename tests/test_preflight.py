@@ -437,6 +437,26 @@ def test_a_trial_counts_right_answers_and_says_if_there_are_none(
     assert pace == "2.0 s per step, 3 min for 90 steps without evaluations, 1.50 GB of memory"
 
 
+@pytest.mark.parametrize(
+    ("rewards", "expected_text"),
+    [
+        (HALF, "judging by these answers, 20 held-out problems can show only changes of at least"),
+        # nearly all answers fail, so their deviation says nothing about the trained model
+        ([0.0] * 19 + [1.0], "if every third answer changes, 20 held-out problems"),
+        ([0.0] * 4, "if every third answer changes, 20 held-out problems"),
+    ],
+    ids=["half succeed", "nearly all fail", "all fail"],
+)
+def test_a_trial_judges_the_number_of_held_out_problems_by_answers_that_differ(
+    rewards, expected_text
+):
+    example = {"prompt": [{"role": "user", "content": "?"}]}
+    task = tasks.Task("own", {}, {}, held_out=[example] * 20)
+    steps = [STEP | {"reward/std": 0.2}]
+    warnings = trial.find_held_out_warnings(make_config(), task, steps, make_answers(rewards))
+    assert next(warnings).startswith(expected_text)
+
+
 def test_a_trial_verifies_the_answers_to_train_problems_that_have_a_right_answer():
     def verifier(completions, answer, of, **_):
         pairs = zip(completions, answer, strict=True)

@@ -180,15 +180,22 @@ def _has_split_column(examples: list[Example]) -> bool:
 # ---- too few held-out problems
 
 
-def advice_on_holding_out_more(num_held_out: int, settings: dict[str, Any]) -> str:
-    """Advice on how to hold out more than `num_held_out` problems."""
+def advice_on_holding_out_more(
+    num_held_out: int, settings: dict[str, Any], *, more_samples_help: bool = True
+) -> str:
+    """
+    Advice on how to hold out more than `num_held_out` problems.
+
+    more_samples_help: whether the answers to a problem differ, so that sampling more of them makes
+    the figures more exact.
+    """
     fix = "--eval-data FILE or --data TRAIN,HELD_OUT"
     if settings.get("env_server"):
         fix = "the harness of --env-server"
     if settings.get("eval_limit") == num_held_out:
         fix = "a higher --eval-limit"
     advice = f"hold out more with {fix}"
-    if evaluations_sample_answers(settings):
+    if more_samples_help and evaluations_sample_answers(settings):
         advice += ", or sample more answers to each problem"
     return advice
 

@@ -14,13 +14,16 @@ from prompts.held_out import LEAST_CONVERSATIONS, advice_on_holding_out_more
 from reporting import health
 from reporting.difference import BETTER, FEW, SAME, WORSE, MeanChange
 from reporting.health import Records
-from reporting.history import History
+from reporting.history import Answers, History
 from rewards import form, functions
 from settings.sources import command_prefix_with_extras
 
 # If the KL divergence from the model before training is smaller than this, in nats per token,
 # training has hardly changed the model.
 LEAST_KL = 1e-3
+# If at least this fraction of the sampled answers equals the greedy answers, more samples of each
+# problem would hardly make the figures more exact.
+MOST_EQUAL = 0.8
 MOST_SAMPLES = 8  # the number of samples per problem in the evaluation that the advice suggests
 BOTH_ROSE = (
     "The reward rose significantly. The accuracy rose too, but too few problems are held out to be "
@@ -78,16 +81,16 @@ def suggest_next_step(
     better_greedy_step: the step after which greedy answers were significantly better than at the
     end of the run, or None.
     """
-    greedy_were_better = better_greedy_step is not None
+    greedy_got_worse = better_greedy_step is not None
     advice = advise_on_change(
         run,
         change,
         lone_reward_change,
         reward_fix,
         is_still_improving,
-        advises_longer_training=not greedy_were_better,
+        greedy_got_worse=greedy_got_worse,
     )
-    if greedy_were_better and (change is None or change.outcome != WORSE):
+    if greedy_got_worse and (change is None or change.outcome != WORSE):
         when = f"after step {better_greedy_step}" if better_greedy_step else "before training"
         advice = f"{GREEDY_WERE_BETTER.format(when=when)}. {advice}"
     cut_off = health.advise_on_cut_off_answers(run.steps, run.evals, run.settings)
@@ -105,7 +108,7 @@ def advise_on_change(
     reward_fix: str,
     is_still_improving: bool,
     *,
-    advises_longer_training: bool = True,
+    greedy_got_worse: bool = False,
 ) -> str:
     """
     Returns advice based on the measured change of the held-out figure.
@@ -114,7 +117,8 @@ def advise_on_change(
     otherwise "".
     reward_fix: the advice of `advise_on_gamed_reward` if the model may game the reward, else "".
     is_still_improving: whether the held-out figure improved in the second half of the run.
-    advises_longer_training: whether the advice may be to train longer.
+    greedy_got_worse: whether greedy answers got significantly worse; if so, the advice is not to
+    train longer.
     """
     last = run.evals[-1]
     if change is None:
@@ -137,13 +141,14 @@ def advise_on_change(
             return cause
 
     if change.outcome == FEW:
-        return advise_on_few_problems(
-            run, change, lone_reward_change, reward_fix, advises_longer_training
-        )
+        return advise_on_few_problems(run, change, lone_reward_change, reward_fix, greedy_got_worse)
     if change.outcome == WORSE:
         return REPLIES_TOO_FAR if is_supervised(run.settings) else TOO_FAR
+    exploration_loss = describe_lack_of_exploration(run)
+    if change.outcome == SAME and exploration_loss:
+        return exploration_loss
     if change.outcome == SAME:
-        more_steps = "more --steps, " if advises_longer_training else ""
+        more_steps = "" if greedy_got_worse else "more --steps, "
         if is_supervised(run.settings):
             replies = "replies that show how to reach the right answer"
             return f"Try {more_steps}or {replies}" if more_steps else f"Try {replies}"
@@ -155,7 +160,7 @@ def advise_on_change(
         return reward_fix
     if is_every_answer_right(run):
         return f"{ALL_RIGHT}. {advise_on_using_the_model(run)}"
-    if is_still_improving and advises_longer_training:
+    if is_still_improving and not greedy_got_worse:
         direction = "falling" if run.figure_name == "loss" else "rising"
         command = command_to_double_steps(run)
         return f"Train longer, because the {run.figure_name} was still {direction}: {command}"
@@ -164,13 +169,13 @@ def advise_on_change(
     needs_training_loss = len(run.evals) == 2 or run.figure_name != "loss"
     if (
         is_supervised(run.settings)
-        and advises_longer_training
+        and not greedy_got_worse
         and needs_training_loss
         and health.is_training_loss_still_falling(run.steps)
     ):
         command = command_to_double_steps(run)
         return f"Train longer, because the training loss was still falling: {command}"
-    return advise_on_using_the_model(run)
+    return advise_on_using_the_model(run, shows_model_before=greedy_got_worse)
 
 
 def is_every_answer_right(run: History) -> bool:
@@ -200,15 +205,38 @@ def explain_lack_of_change(run: History) -> str:
     )
 
 
+def describe_lack_of_exploration(run: History) -> str:
+    """Returns why the model hardly tries different answers any more, with advice, or ""."""
+    if is_supervised(run.settings):
+        return ""
+    symptoms = health.find_symptoms(run.steps, has_gained=False, settings=run.settings)
+    texts = {symptom.name: symptom.text for symptom in symptoms}
+    return texts.get("entropy") or texts.get("little signal", "")
+
+
+def sampled_answers_equal_greedy(answers: Answers) -> bool:
+    """Whether nearly all sampled answers equal the greedy answer to the same problem."""
+    are_equal = [
+        record["completions"][0].strip() == record["greedy"].strip()
+        for record in answers.values()
+        if record.get("greedy") is not None and record.get("completions")
+    ]
+    return bool(are_equal) and sum(are_equal) >= MOST_EQUAL * len(are_equal)
+
+
 def advise_on_few_problems(
     run: History,
     change: MeanChange,
     lone_reward_change: str,
     reward_fix: str,
-    advises_longer_training: bool,
+    greedy_got_worse: bool,
 ) -> str:
     """Returns advice for a change that was measured on too few problems to be conclusive."""
-    hold_out_more = advice_on_holding_out_more(run.evals[-1]["eval/num"], run.settings)
+    last = run.evals[-1]
+    more_samples_help = not sampled_answers_equal_greedy(run.answers_by_step.get(last["step"], {}))
+    hold_out_more = advice_on_holding_out_more(
+        last["eval/num"], run.settings, more_samples_help=more_samples_help
+    )
     if run.figure_name == "loss":
         num = max(change.num_problems_needed, LEAST_CONVERSATIONS)
         return f"About {num:,} held-out conversations would be conclusive, so {hold_out_more}"
@@ -217,8 +245,15 @@ def advise_on_few_problems(
         run.settings, shell_quoted_dir(run), num_samples=MOST_SAMPLES
     )
     num_problems = f"{change.num_problems_needed:,} held-out problems"
-    advice = f"About {num_problems} would be conclusive, so {hold_out_more}: {measure}"
-    first = reward_fix
+    advice = f"About {num_problems} would be conclusive, so {hold_out_more}"
+    if more_samples_help:
+        advice += f": {measure}"
+    else:
+        advice += (
+            "; more answers to each problem would show little, because nearly all of them would be "
+            "equal"
+        )
+    first = reward_fix or describe_lack_of_exploration(run)
     accuracy_rose = change.mean > 0
     if not first and lone_reward_change == BETTER:
         first = BOTH_ROSE if accuracy_rose else REWARD_ALONE_ROSE
@@ -226,17 +261,22 @@ def advise_on_few_problems(
         first = TOO_FAR
     if first:
         return f"{first}. {advice}"
-    if advises_longer_training and change.mean > 0 and not is_every_answer_right(run):
+    if not greedy_got_worse and change.mean > 0 and not is_every_answer_right(run):
         advice += f"; or train longer to enlarge the change: {command_to_double_steps(run)}"
     return advice
 
 
-def advise_on_using_the_model(run: History) -> str:
-    """Returns commands for chatting with the trained model and for merging its adapter."""
+def advise_on_using_the_model(run: History, shows_model_before: bool = False) -> str:
+    """
+    Returns commands for chatting with the trained model and for merging its adapter.
+
+    shows_model_before: whether the model from before training answers in the chat too.
+    """
     settings = run.settings
     directory = shell_quoted_dir(run)
     chat = command_prefix_with_extras(settings, "chat.py")
-    advice = f"Chat with the model: {chat} --run {directory} --chat --temp 0"
+    compare = " --compare" if shows_model_before else ""
+    advice = f"Chat with the model: {chat} --run {directory} --chat{compare} --temp 0"
     has_learned_replies = is_supervised(settings) or run.figure_name == "loss"
     if has_learned_replies and settings.get("lora_rank"):
         advice += f"; train the model further with GRPO: {command_to_continue_with_grpo(run)}"

@@ -28,6 +28,7 @@ FEW = 5  # the number of steps to average, so that a single odd step does not ca
 # as the sampler's
 MOST_OVER_CAP = 0.01
 MOST_CONTROL = 0.1  # the largest normal fraction of completions that contain one control token
+LEAST_SIGNAL = 0.25  # the smallest normal fraction of groups whose rewards differ
 LEAST_ENTROPY = 0.1  # the smallest normal entropy, as a fraction of the entropy at the start
 STILL = 10  # a warning needs this many updates in a row that change nothing
 
@@ -87,6 +88,9 @@ def find_symptoms(
             "prompt too easy or too hard? Try a reward that distinguishes better answers from "
             "worse ones, other prompts, a higher --temp or more --groups"
         )
+    little_signal = describe_little_signal(steps, settings or {})
+    if little_signal and "no signal" not in symptoms:
+        symptoms["little signal"] = little_signal
 
     calls = measured_values(last, "tools/calls")
     num_calls = sum(calls)
@@ -187,6 +191,22 @@ def advise_on_cut_off_answers(
             "are useful, raise --max-tokens; if they are babble, lower --temp or --learning-rate"
         )
     return eval_record.cut_off_warning(newest, settings)
+
+
+def describe_little_signal(steps: Records, settings: Mapping[str, Any]) -> str:
+    """Returns a warning if rewards have lately differed in only a few of the groups, else ""."""
+    newest = steps[-2 * FEW :]
+    num_groups = measured_values(newest, "sampling/signal_groups")
+    if len(num_groups) < 2 * FEW or not settings.get("batch"):
+        return ""
+    fraction = sum(num_groups) / (settings["batch"] * len(num_groups))
+    if fraction >= LEAST_SIGNAL:
+        return ""
+    return (
+        f"In the last {len(newest)} steps, the rewards differed in only {fraction:.0%} of the "
+        "groups, and the model learned nothing from the others. Try easier prompts if most answers "
+        "fail, harder prompts if most succeed, a higher --temp or more --groups"
+    )
 
 
 def describe_entropy_collapse(steps: Records) -> str:

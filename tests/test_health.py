@@ -111,6 +111,21 @@ def test_a_run_without_figures_has_no_symptoms():
     assert health.find_symptoms([{"step": 1}] * 20, False) == []
 
 
+@pytest.mark.parametrize(
+    ("nums_of_groups", "warning"),
+    [
+        ([6] * 5 + [1] * 9 + [2], "little signal"),  # 11 of the last 60 groups
+        ([1] * 9, None),  # too early
+        ([1] * 5 + [3] * 5, None),  # 20 of 60 groups
+        ([1] * 5 + [0] * 5, "no signal"),
+    ],
+)
+def test_a_warning_says_that_rewards_differ_in_few_groups(nums_of_groups, warning):
+    steps = make_steps("sampling/signal_groups", *nums_of_groups)
+    symptoms = health.find_symptoms(steps, True, settings={"batch": 6})
+    assert [symptom.name for symptom in symptoms] == ([warning] if warning else [])
+
+
 def test_advice_on_cut_off_answers_begins_at_step_0_and_names_the_limit():
     evaluation = {"step": 0, "eval/truncated_frac": 0.75}
     settings = {"max_tokens": 30}

@@ -892,6 +892,38 @@ def test_a_run_whose_greedy_answers_got_worse_names_the_better_step(tmp_path, ca
     assert line in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize("num_equal", [40, 30])
+def test_advice_suggests_more_samples_only_if_answers_to_a_problem_differ(num_equal):
+    evals, answers = [], {}
+    for step, num_right in ((0, 8), (12, 13)):
+        evals.append({"step": step, "eval/accuracy": num_right / 40, "eval/num": 40})
+        answers[step] = {
+            problem: {
+                "rewards": {},
+                "prompt": "?",
+                "completions": ["It is." if problem < num_equal else "No."],
+                "greedy": "It is.",
+                "greedy_value": 0.0,
+                "values": [float(problem < num_right)],
+            }
+            for problem in range(40)
+        }
+    run = make_history(evals, answers)
+    result = verdict.reach_verdict_on_held_out_change(run)
+    assert result.outcome == FEW
+    differ = num_equal < 40
+    assert ("or sample more answers to each problem" in result.advice) == differ
+    assert ("evaluate.py" in result.advice) == differ
+    assert ("more answers to each problem would show little" in result.advice) == (not differ)
+
+    # the entropy collapsed
+    run.steps = [{"step": n, "entropy": 1.0 if n < 6 else 0.01} for n in range(1, 13)]
+    advice_text = verdict.reach_verdict_on_held_out_change(run).advice
+    assert advice_text.startswith("The entropy fell from 1.000 to 0.010 nats per token")
+    assert "held-out problems would be conclusive" in advice_text
+    assert "train longer" not in advice_text
+
+
 def test_a_run_whose_greedy_answers_did_not_get_worse_says_nothing_of_them():
     rng = random.Random(0)
     evals, answers = [], {}

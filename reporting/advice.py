@@ -53,9 +53,9 @@ REPLIES_TOO_FAR = (
     "the verifier accepts. Earlier states of the model are in checkpoints/"
 )
 GREEDY_WERE_BETTER = (
-    "Greedy answers (--temp 0) were significantly better {when}. Read the newest ones in "
-    "eval_answers.jsonl: if they earn a part of the reward in an easier way, change the reward. "
-    "Otherwise, try a quarter of the current --learning-rate"
+    "Greedy answers (--temp 0) were significantly better {when}. Read the newest ones on the page: "
+    "if they earn a part of the reward in an easier way, change the reward. Otherwise, try a "
+    "quarter of the current --learning-rate"
 )
 
 

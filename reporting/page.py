@@ -81,7 +81,10 @@ def held_out_answers_for_page(run: History) -> dict[str, Any]:
 
     size = 1
     for row in rows:
-        size += sum(len(cell["text"]) for cell in row["cells"])
+        for cell in row["cells"]:
+            size += len(cell["text"])
+            if cell["greedy"] and cell["greedy"]["text"]:
+                size += len(cell["greedy"]["text"])
     num_shown = max(NUM_READ, int(len(rows) * MOST_ANSWERS / size))
     rows_shown = pick_evenly_spaced(rows, num_shown)
 
@@ -120,7 +123,8 @@ def make_answer_row(
     """
     Returns the page's row for one problem, with its answers in several evaluations side by side.
 
-    Words that do not occur in the first of these answers are marked.
+    Words that do not occur in the first of the sampled answers are marked. A greedy answer is shown
+    below the sampled answer of the same evaluation.
 
     problem_records: the problem's record in each evaluation. last_evaluation: the record of the
     last evaluation as a whole.
@@ -142,6 +146,7 @@ def make_answer_row(
                 "reward": describe_reward(record, last_evaluation),
                 "right": is_right,
                 "rewards": rewards,
+                "greedy": describe_greedy_answer(record, is_verified),
             }
         )
     values = [record["values"][0] for record in problem_records]
@@ -151,6 +156,25 @@ def make_answer_row(
         "category": escape_invisible_and_cut_middle(problem_records[0].get("category")),
         "kind": classify_answer_change(values, is_verified),
         "cells": cells,
+    }
+
+
+def describe_greedy_answer(record: dict[str, Any], is_verified: bool) -> dict[str, Any] | None:
+    """
+    Returns the greedy answer in an evaluation's record of a problem.
+
+    Returns its text, or None if it equals the sampled answer; whether it is right, if a verifier
+    decides this; and its value as text. Returns None if there is no greedy answer.
+    """
+    greedy = record.get("greedy")
+    if greedy is None:
+        return None
+    is_same = greedy.strip() == record["completions"][0].strip()
+    value = record.get("greedy_value")
+    return {
+        "text": None if is_same else escape_invisible_and_cut_middle(greedy),
+        "right": value >= 1.0 if is_verified and value is not None else None,
+        "value": "" if is_verified or value is None else f"{value:.4g}",
     }
 
 

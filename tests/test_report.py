@@ -234,6 +234,30 @@ def test_wrong_answers_with_the_highest_reward_are_counted(run):
     assert answers["first"][-1]["cells"][-1]["text"] == "Nine is five."
 
 
+def test_the_page_shows_greedy_answers_below_sampled_ones(run):
+    log = run / "eval_answers.jsonl"
+    records = read_log(log)
+    for record in records:
+        if record["problem"] != 0:
+            record |= {"greedy": record["completions"][0], "greedy_value": 1.0}
+        elif record["step"] == records[-1]["step"]:
+            record |= {"greedy": "It is <b>ten</b>.", "greedy_value": 0.0}
+    write_log(log, records)
+
+    answers = page.held_out_answers_for_page(history.load_history(run))
+    row, *other_rows = answers["rows"]
+    assert [cell["greedy"] for cell in row["cells"]] == [
+        None,
+        {"text": "It is <b>ten</b>.", "right": False, "value": ""},
+    ]
+    for other_row in other_rows:
+        assert other_row["cells"][-1]["greedy"] == {"text": None, "right": True, "value": ""}
+
+    text = page.write_page(run).read_text()
+    assert 'greedy answer: <bdi class="text">It is &lt;b&gt;ten&lt;/b&gt;.</bdi>' in text
+    assert "greedy answer: the same" in text
+
+
 def test_the_page_holds_the_reward_and_the_judge_scores_of_each_completion(run):
     completions = page_data(page.write_page(run).read_text())["completions"]
     assert completions["of"] == len(completions["groups"]) == 8

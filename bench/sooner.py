@@ -109,6 +109,8 @@ def variant_flags_by_name(task: BenchmarkTask) -> dict[str, str]:
         "4 of 8": "--train-completions 4",
         "2 of 8": "--train-completions 2",
         "4 of 16": "--groups 16 --train-completions 4",
+        "4 of 4": "--groups 4",
+        "2 of 4": "--groups 4 --train-completions 2",
         "8 of 8, half the layers": half_layers,
         "4 of 8, half the layers": f"--train-completions 4 {half_layers}",
         "2 of 8, half the layers": f"--train-completions 2 {half_layers}",

@@ -131,25 +131,32 @@ class Endpoint:
                 raise RefusedRequest(
                     f"{self.num_open} requests are open already; try again later", status=503
                 )
+            # The request counts as open from here on. While its body is read, other requests are
+            # handled, and they must see the new count.
+            self.num_open += 1
             try:
-                body = json.loads(await request.read())
-            except (ValueError, RecursionError) as error:
-                raise RefusedRequest(f"the body is not JSON: {error}") from error
-            parsed = parse_generate_request(body, request.headers.get("X-Session-ID", ""))
+                return await self._wait_for_reply(request)
+            finally:
+                self.num_open -= 1
         except RefusedRequest as refusal:
             return _error_response(refusal)
 
+    async def _wait_for_reply(self, request: web.Request) -> web.Response:
+        """Reads a request, passes it on, and returns the reply. Raises RefusedRequest."""
+        try:
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError) as error:
+            raise RefusedRequest(f"the body is not JSON: {error}") from error
+        parsed = parse_generate_request(body, request.headers.get("X-Session-ID", ""))
+
         self.num_requests += 1
         pending = PendingRequest(parsed, self.num_requests)
-        self.num_open += 1
         self.events.put(pending)
         try:
             status, reply = await pending.reply
         except asyncio.CancelledError:
             self.events.put(RequestCancellation(pending))
             raise
-        finally:
-            self.num_open -= 1
         return web.json_response(reply, status=status)
 
 

@@ -362,6 +362,14 @@ def post(endpoint, body, token="secret", session="a", timeout=10):
         return error.code, json.load(error)
 
 
+def wait_until(condition, timeout=60):
+    """Waits until the condition holds; returns whether it held before the timeout (seconds)."""
+    deadline = time.monotonic() + timeout
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
 def test_the_endpoint_replies_with_ids_and_log_probabilities(endpoint):
     replies = []
     body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 7, "logprobs": 1}}
@@ -479,9 +487,7 @@ def test_the_endpoint_limits_the_number_of_open_requests(endpoint):
     threads = [threading.Thread(target=post_and_record_code) for _ in range(1000)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 60
-    while len(codes) < 1000 - endpoint.most_open and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert wait_until(lambda: len(codes) >= 1000 - endpoint.most_open)
     assert codes.count(503) == 1000 - endpoint.most_open
 
     for _ in range(endpoint.most_open):
@@ -491,6 +497,20 @@ def test_the_endpoint_limits_the_number_of_open_requests(endpoint):
     assert codes.count(200) == endpoint.most_open
 
 
+def test_a_request_counts_as_open_while_its_body_is_read(endpoint):
+    endpoint.most_open = 1
+    headers = (
+        "POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\n"
+        "Authorization: Bearer secret\r\nContent-Length: 100\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as connection:
+        connection.sendall(headers.encode())  # without the body
+        assert wait_until(lambda: endpoint.num_open == 1)
+        code, _ = post(endpoint, {"token_ids": [1]})
+        assert code == 503
+    assert wait_until(lambda: endpoint.num_open == 0)
+
+
 def test_a_closed_connection_cancels_the_request(endpoint):
     with pytest.raises(TimeoutError):
         post(endpoint, {"token_ids": [1]}, timeout=0.5)
@@ -498,7 +518,7 @@ def test_a_closed_connection_cancels_the_request(endpoint):
     cancelled = endpoint.events.get(timeout=10)
     assert isinstance(cancelled, RequestCancellation)
     assert cancelled.pending is pending
-    assert endpoint.num_open == 0
+    assert wait_until(lambda: endpoint.num_open == 0)
 
 
 def test_closing_a_harness_ends_its_child_processes():

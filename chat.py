@@ -245,7 +245,7 @@ def prompt_user_for_lines() -> Iterator[str]:
         yield line
 
 
-def yield_separate_messages(messages: list[str]) -> Iterator[str]:
+def yield_messages_and_resets(messages: list[str]) -> Iterator[str]:
     """
     Yields each message, and "" between two messages, which begins a new conversation.
 
@@ -406,7 +406,7 @@ def chat_play_or_complete(args: argparse.Namespace) -> None:
             base = model if is_separate else gwen.load(name, end_tokens=args.end_tokens)[0]
             before = dataclasses.replace(side, model=base, is_before=is_separate)
             sides = {"before": before, "after": side}
-        lines = prompt_user_for_lines() if args.chat else yield_separate_messages(args.prompt)
+        lines = prompt_user_for_lines() if args.chat else yield_messages_and_resets(args.prompt)
         run_chat(sides, lines)
     elif toolbox:
         problems = repeat_prompt_or_pick_held_out(args, config, opening)

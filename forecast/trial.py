@@ -269,13 +269,13 @@ def find_held_out_warnings(
     config: Config, task: tasks.Task, steps: list[dict[str, Any]], answers: list[dict[str, Any]]
 ) -> Iterator[str]:
     """Yield warnings if the held-out problems are too few or the model was trained on them."""
-    # The standard deviation of rewards within a group, as a fraction of the range of rewards. If
-    # nearly all answers get the same reward, training will make rewards more different than they
-    # are now, so the deviation counts as unknown (0).
+    # The standard deviation of rewards within a group, as a fraction of the range of rewards. 0
+    # stands for an unknown deviation. If nearly all answers get the same reward now, the deviation
+    # says little about the trained model, and counts as unknown.
     deviation = 0.0
     if task.metric == "score":
         rewards = readable_rewards_or_one_zero(answers)
-        if FEW_RIGHT <= mean_between_extremes(rewards) <= MANY_RIGHT:
+        if FEW_RIGHT <= scale_mean_reward_to_0_1(rewards) <= MANY_RIGHT:
             within_group = mean_metric_with_missing_as_0(steps, "reward/std")
             deviation = within_group / (max(rewards) - min(rewards))
     held_out = pick_evenly_spaced(task.held_out, config.evaluation.limit)
@@ -331,7 +331,7 @@ class TrialFigures(NamedTuple):
             lowest=min(rewards),
             highest=highest,
             rewarded_most=rewards.count(highest) / len(rewards),
-            middle=mean_between_extremes(rewards),
+            middle=scale_mean_reward_to_0_1(rewards),
             # the first step is left out, because it takes longer
             step_seconds=[step["step/s"] for step in steps[1:] or steps],
             peak_gigabytes=max(step["mem/peak_gb"] for step in steps),
@@ -357,7 +357,7 @@ def readable_rewards_or_one_zero(answers: list[dict[str, Any]]) -> list[float]:
     return [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
 
 
-def mean_between_extremes(rewards: list[float]) -> float:
+def scale_mean_reward_to_0_1(rewards: list[float]) -> float:
     """
     The mean reward on a scale from 0 (the lowest reward) to 1 (the highest).
 
@@ -500,10 +500,10 @@ def format_trial_figures(
     reward_range = format_range([f"{figures.lowest:.3g}", f"{figures.highest:.3g}"])
     share_of_highest = ""
     if figures.highest > figures.lowest:
-        share_of_highest = f"{figures.rewarded_most:.0%} of the answers got the highest, and "
+        share_of_highest = f"{figures.rewarded_most:.0%} of the answers got the highest reward; "
     yield (
-        f"rewards {reward_range}; {share_of_highest}the mean reward is {figures.mean_reward:.3g}, "
-        "which training tries to raise"
+        f"rewards {reward_range}; {share_of_highest}the mean reward, which training tries to "
+        f"raise, is {figures.mean_reward:.3g}"
     )
     yield (
         f"the standard deviation of rewards within a group is {figures.deviation:.3g}; if it is 0, "

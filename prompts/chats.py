@@ -164,8 +164,8 @@ def _read_prompt_or_completion(
     """
     The messages in the column `prompt` or `completion`.
 
-    A completion that is a number or an object becomes text, in the same way as an answer. A message
-    by itself is read like a list of one message.
+    A completion that is a number or an object is converted to text, just as an answer is. A single
+    message that is not in a list is read as a list of one message.
 
     default_role: the role of the single message if the column is text.
     """

@@ -53,9 +53,9 @@ REPLIES_TOO_FAR = (
     "the verifier accepts. Earlier states of the model are in checkpoints/"
 )
 GREEDY_WERE_BETTER = (
-    "Greedy answers (--temp 0) were significantly better {when}. Read the newest ones on the page: "
-    "if they earn a part of the reward in an easier way, change the reward. Otherwise, try a "
-    "quarter of the current --learning-rate"
+    "Greedy answers (--temp 0) were significantly better {when} than they are now. Read the newest "
+    "greedy answers on the page: if they collect a part of the reward by a shortcut, change the "
+    "reward. Otherwise, try a quarter of the current --learning-rate"
 )
 
 
@@ -144,7 +144,7 @@ def advise_on_change(
         return advise_on_few_problems(run, change, lone_reward_change, reward_fix, greedy_got_worse)
     if change.outcome == WORSE:
         return REPLIES_TOO_FAR if is_supervised(run.settings) else TOO_FAR
-    exploration_loss = describe_lack_of_exploration(run)
+    exploration_loss = describe_entropy_collapse_or_little_signal(run)
     if change.outcome == SAME and exploration_loss:
         return exploration_loss
     if change.outcome == SAME:
@@ -205,11 +205,11 @@ def explain_lack_of_change(run: History) -> str:
     )
 
 
-def describe_lack_of_exploration(run: History) -> str:
+def describe_entropy_collapse_or_little_signal(run: History) -> str:
     """Returns why the model hardly tries different answers any more, with advice, or ""."""
     if is_supervised(run.settings):
         return ""
-    symptoms = health.find_symptoms(run.steps, has_gained=False, settings=run.settings)
+    symptoms = health.find_symptoms(run.steps, has_gained=False)
     texts = {symptom.name: symptom.text for symptom in symptoms}
     return texts.get("entropy") or texts.get("little signal", "")
 
@@ -250,10 +250,10 @@ def advise_on_few_problems(
         advice += f": {measure}"
     else:
         advice += (
-            "; more answers to each problem would show little, because nearly all of them would be "
-            "equal"
+            "; sampling more answers to each problem would show little, because nearly all of them "
+            "would be identical"
         )
-    first = reward_fix or describe_lack_of_exploration(run)
+    first = reward_fix or describe_entropy_collapse_or_little_signal(run)
     accuracy_rose = change.mean > 0
     if not first and lone_reward_change == BETTER:
         first = BOTH_ROSE if accuracy_rose else REWARD_ALONE_ROSE

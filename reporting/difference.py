@@ -179,7 +179,7 @@ def greedy_gain(run: History, first: dict[str, Any], last: dict[str, Any]) -> Me
     return paired_difference(before, after)
 
 
-def evaluation_with_better_greedy_answers(run: History) -> dict[str, Any] | None:
+def evaluation_with_greedy_answers_better_than_last(run: History) -> dict[str, Any] | None:
     """
     Returns an evaluation whose greedy answers are significantly better than those of the last one.
 

@@ -20,9 +20,9 @@ TRUNCATED = "completion/truncated_frac"
 EVAL_TRUNCATED = "eval/truncated_frac"
 CONTROL = "completion/control_frac/"  # the prefix of the metrics about control tokens
 CALLS_OF_TOOL = "tools/calls/"  # the prefix of the metrics with the number of calls of each tool
-LOW_CUT_OFF = (
-    0.25  # if at most this fraction was cut off at the start, training raised the fraction
-)
+# If at most this fraction of the answers was cut off at the start, and over half are cut off now,
+# training is to blame.
+LOW_CUT_OFF = 0.25
 FEW = 5  # the number of steps to average, so that a single odd step does not cause a warning
 # the largest normal fraction of tokens for which the trainer's probability is over 3 times as high
 # as the sampler's
@@ -88,7 +88,7 @@ def find_symptoms(
             "prompt too easy or too hard? Try a reward that distinguishes better answers from "
             "worse ones, other prompts, a higher --temp or more --groups"
         )
-    little_signal = describe_little_signal(steps, settings or {})
+    little_signal = describe_little_signal(steps)
     if little_signal and "no signal" not in symptoms:
         symptoms["little signal"] = little_signal
 
@@ -193,19 +193,20 @@ def advise_on_cut_off_answers(
     return eval_record.cut_off_warning(newest, settings)
 
 
-def describe_little_signal(steps: Records, settings: Mapping[str, Any]) -> str:
+def describe_little_signal(steps: Records) -> str:
     """Returns a warning if rewards have lately differed in only a few of the groups, else ""."""
     newest = steps[-2 * FEW :]
-    num_groups = measured_values(newest, "sampling/signal_groups")
-    if len(num_groups) < 2 * FEW or not settings.get("batch"):
+    fractions_equal = measured_values(newest, "reward/zero_std_frac")
+    if len(fractions_equal) < 2 * FEW:
         return ""
-    fraction = sum(num_groups) / (settings["batch"] * len(num_groups))
+    fraction = 1 - statistics.fmean(fractions_equal)
     if fraction >= LEAST_SIGNAL:
         return ""
     return (
-        f"In the last {len(newest)} steps, the rewards differed in only {fraction:.0%} of the "
-        "groups, and the model learned nothing from the others. Try easier prompts if most answers "
-        "fail, harder prompts if most succeed, a higher --temp or more --groups"
+        f"In the last {len(newest)} steps, only {fraction:.0%} of the groups had answers with "
+        "different rewards, and the model learned nothing from the other groups. If most answers "
+        "fail, try easier prompts; if most succeed, try harder prompts. In either case, a higher "
+        "--temp or more --groups may help"
     )
 
 

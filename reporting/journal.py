@@ -721,7 +721,7 @@ class Journal:
         The line says how to chat with the model of that step, if it is still saved.
         """
         when = f"after step {step}" if step else "before training"
-        line = f"  greedy answers (--temp 0) were significantly better {when}"
+        line = f"  greedy answers (--temp 0) were significantly better {when} than at the end"
         if step == 0 or step in run_files.list_saved_steps(str(self.dir)):
             return f"{line}; evaluate.py and chat.py use that model with --step {step}"
         if step == self.best_step:

@@ -38,7 +38,7 @@ from reporting.difference import (
     WORSE,
     MeanChange,
     earliest_unbeaten_evaluation,
-    evaluation_with_better_greedy_answers,
+    evaluation_with_greedy_answers_better_than_last,
     first_sample_reward_by_problem,
     greedy_gain,
     greedy_value_by_problem,
@@ -156,7 +156,7 @@ def reach_verdict_on_held_out_change(run: History) -> Verdict | None:
 
     middle = run.evals[len(run.evals) // 2]
     is_still_improving = best is last and is_significantly_better(held_out_gain(run, middle, last))
-    better_greedy = evaluation_with_better_greedy_answers(run)
+    better_greedy = evaluation_with_greedy_answers_better_than_last(run)
     better_greedy_step = better_greedy["step"] if better_greedy else None
     next_step = advice.suggest_next_step(
         run,

@@ -255,9 +255,9 @@ def choose_verifier(name: str, answers: Sequence[Answer]) -> tuple[str, Verifier
     misfits = [gold for gold in golds if not VERIFIERS[name].fits(gold)]
     if misfits:
         raise ValueError(
-            f"--verifier {name} does not fit the answer {shorten_value(misfits[0])} in the data "
-            "(docs/data.md lists the answers that fit); use --verifier auto, or your own function: "
-            "--verifier FILE.py:function"
+            f"--verifier {name} does not fit the answer {shorten_value(misfits[0])} in the data; "
+            "use --verifier auto, or your own function: --verifier FILE.py:function. docs/data.md "
+            f"lists the answers that {name} fits"
         )
     compare = VERIFIERS[name].make(golds)
 

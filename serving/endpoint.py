@@ -135,13 +135,13 @@ class Endpoint:
             # handled, and they must see the new count.
             self.num_open += 1
             try:
-                return await self._wait_for_reply(request)
+                return await self._read_request_and_wait_for_reply(request)
             finally:
                 self.num_open -= 1
         except RefusedRequest as refusal:
             return _error_response(refusal)
 
-    async def _wait_for_reply(self, request: web.Request) -> web.Response:
+    async def _read_request_and_wait_for_reply(self, request: web.Request) -> web.Response:
         """Reads a request, passes it on, and returns the reply. Raises RefusedRequest."""
         try:
             body = json.loads(await request.read())

@@ -112,17 +112,19 @@ def test_a_run_without_figures_has_no_symptoms():
 
 
 @pytest.mark.parametrize(
-    ("nums_of_groups", "warning"),
+    ("fractions_equal", "warning"),
     [
-        ([6] * 5 + [1] * 9 + [2], "little signal"),  # 11 of the last 60 groups
-        ([1] * 9, None),  # too early
-        ([1] * 5 + [3] * 5, None),  # 20 of 60 groups
-        ([1] * 5 + [0] * 5, "no signal"),
+        ([0.0] * 5 + [0.8] * 9 + [0.7], "little signal"),
+        ([0.8] * 9, None),  # too early
+        ([0.0] * 3 + [0.8] * 5 + [0.5] * 5, None),
+        ([1.0] * 10, "no signal"),
     ],
 )
-def test_a_warning_says_that_rewards_differ_in_few_groups(nums_of_groups, warning):
-    steps = make_steps("sampling/signal_groups", *nums_of_groups)
-    symptoms = health.find_symptoms(steps, True, settings={"batch": 6})
+def test_a_warning_says_that_rewards_differ_in_few_groups(fractions_equal, warning):
+    steps = make_steps("reward/zero_std_frac", *fractions_equal)
+    if warning == "no signal":
+        steps = [step | {"sampling/signal_groups": 0} for step in steps]
+    symptoms = health.find_symptoms(steps, True)
     assert [symptom.name for symptom in symptoms] == ([warning] if warning else [])
 
 

@@ -354,7 +354,7 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, expected_tex
     assert pace == (
         "2.0 to 3.1 s per step, 3 min to 5 min for 90 steps without evaluations, 1.50 GB of memory"
     )
-    assert "mean reward is 0.5" in lines[-2]
+    assert lines[-2].endswith("the mean reward, which training tries to raise, is 0.5")
     assert "within a group is 0.3; " in lines[-1]
     if not figures:
         assert "in 12 groups before training, with an error of up to 28%; " in lines[-4]

@@ -883,7 +883,7 @@ def test_a_run_whose_greedy_answers_got_worse_names_the_better_step(tmp_path, ca
     assert f"Greedy answers (--temp 0) were significantly better {when}" in log.verdict.advice
 
     log.print_summary()
-    line = f"  greedy answers (--temp 0) were significantly better {when}; "
+    line = f"  greedy answers (--temp 0) were significantly better {when} than at the end; "
     line += (
         "evaluate.py and chat.py use that model with --step 0"
         if not better_step
@@ -914,7 +914,9 @@ def test_advice_suggests_more_samples_only_if_answers_to_a_problem_differ(num_eq
     differ = num_equal < 40
     assert ("or sample more answers to each problem" in result.advice) == differ
     assert ("evaluate.py" in result.advice) == differ
-    assert ("more answers to each problem would show little" in result.advice) == (not differ)
+    assert ("sampling more answers to each problem would show little" in result.advice) == (
+        not differ
+    )
 
     # the entropy collapsed
     run.steps = [{"step": n, "entropy": 1.0 if n < 6 else 0.01} for n in range(1, 13)]
